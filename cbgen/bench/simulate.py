@@ -1,0 +1,271 @@
+"""`cbgen simulate`: the engine's own scheduler on a virtual clock, with rows whose lengths are known.
+
+Nothing is generated: each step "samples" one token for every sequence that is ready, and takes `step_ms` plus
+`prefill_ms_per_token` for each prompt token it reads. So the schedule printed here is the schedule `cbgen run` makes of
+the same lengths. Enters: lengths and arrival times. Leaves: a `Simulation`, and from it a table, a text timeline, an
+SVG.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.scheduler import Batching, Order, Scheduler, SchedulerConfig
+from cbgen.engine.sequence import Sequence
+from cbgen.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Rows to schedule. Times are in milliseconds.
+
+    Attributes:
+        lengths: output tokens of each row, in file order.
+        prompt_lengths: prompt tokens of each row; same length as `lengths`.
+        arrivals_ms: when each row arrives; same length as `lengths`.
+    """
+
+    lengths: list[int]
+    prompt_lengths: list[int]
+    arrivals_ms: list[float]
+    slots: int
+    step_ms: float
+    prefill_ms_per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("--lengths names no row")
+        if min(self.lengths) < 1 or min(self.prompt_lengths) < 1:
+            raise ValueError("each row needs at least one token to generate and one of prompt")
+        if self.slots < 1 or self.step_ms <= 0 or self.prefill_ms_per_token < 0 or min(self.arrivals_ms) < 0:
+            raise ValueError("--slots and --step-ms must be above 0, times 0 or more")
+        if len({len(self.lengths), len(self.prompt_lengths), len(self.arrivals_ms)}) != 1:
+            raise ValueError(
+                f"{len(self.lengths)} lengths, {len(self.prompt_lengths)} prompt lengths and {len(self.arrivals_ms)} "
+                "arrivals: give one value, or one for each row"
+            )
+
+    @property
+    def ideal_steps(self) -> int:
+        """Steps if no slot ever idled: tokens over slots, and never below the longest row."""
+        return max(-(-sum(self.lengths) // self.slots), max(self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A row's stay in one slot, in milliseconds of virtual time."""
+
+    row: int
+    slot: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What one policy made of a workload."""
+
+    name: str
+    num_steps: int
+    total_ms: float
+    response_ms: list[float]  # per row: from its arrival to its last token
+    spans: list[Span]
+    occupancy: float  # active slots / (steps x slots)
+    num_tokens: int
+
+    @property
+    def mean_response_ms(self) -> float:
+        return sum(self.response_ms) / len(self.response_ms)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.total_ms * 1000
+
+
+def simulate(workload: Workload, batching: Batching, order: Order = "file") -> Simulation:
+    """Run the real `Scheduler` over the workload until the last row ends."""
+    scheduler = _make_scheduler(workload, batching, order)
+    sequences = [_make_sequence(workload, row) for row in range(len(workload.lengths))]
+    arriving = sorted(range(len(sequences)), key=lambda row: (workload.arrivals_ms[row], row))
+    clock_ms, num_steps, num_active = 0.0, 0, 0
+    entered: dict[int, tuple[int, float]] = {}  # row -> (slot, time)
+    spans: list[Span] = []
+    response_ms = [0.0] * len(sequences)
+    while arriving or scheduler.has_unfinished:
+        if not scheduler.has_unfinished:
+            clock_ms = max(clock_ms, workload.arrivals_ms[arriving[0]])
+        while arriving and workload.arrivals_ms[arriving[0]] <= clock_ms:
+            scheduler.add(sequences[arriving.pop(0)])
+        output = scheduler.schedule()
+        for sequence in output.sequences:
+            entered.setdefault(sequence.index, (sequence.slot, clock_ms))
+        num_prompt_tokens = sum(
+            max(0, min(count, s.num_prompt_tokens - s.num_computed_tokens))
+            for s, count in zip(output.sequences, output.num_scheduled_tokens, strict=True)
+        )
+        num_steps += 1
+        num_active += len(scheduler.running)
+        clock_ms += workload.step_ms + num_prompt_tokens * workload.prefill_ms_per_token
+        for sequence in scheduler.update(output, [0] * len(output.sequences)):
+            slot, start_ms = entered[sequence.index]
+            spans.append(Span(sequence.index, slot, start_ms, clock_ms))
+            response_ms[sequence.index] = clock_ms - workload.arrivals_ms[sequence.index]
+    name = batching if order == "file" else f"{batching}, {order} first"
+    occupancy = num_active / (num_steps * workload.slots)
+    return Simulation(name, num_steps, clock_ms, response_ms, spans, occupancy, sum(workload.lengths))
+
+
+def simulate_policies(workload: Workload) -> list[Simulation]:
+    """The comparison that is printed: the baseline, the engine's default, and longest rows first."""
+    return [
+        simulate(workload, "static"),
+        simulate(workload, "continuous"),
+        simulate(workload, "continuous", order="longest"),
+    ]
+
+
+def _make_scheduler(workload: Workload, batching: Batching, order: Order) -> Scheduler:
+    """A scheduler with room for everything: what is shown is the policy, not a lack of memory."""
+    longest = max(p + n for p, n in zip(workload.prompt_lengths, workload.lengths, strict=True))
+    config = SchedulerConfig(
+        max_num_seqs=workload.slots,
+        max_num_batched_tokens=max(workload.slots, sum(sorted(workload.prompt_lengths)[-workload.slots :])),
+        max_model_len=longest,
+        batching=batching,
+        order=order,
+    )
+    return Scheduler(config, BlockManager(longest * workload.slots * 2, 1, workload.slots, longest))
+
+
+def _make_sequence(workload: Workload, row: int) -> Sequence:
+    num_prompt, length = workload.prompt_lengths[row], workload.lengths[row]
+    return Sequence(
+        index=row,
+        prompt_token_ids=np.zeros(num_prompt, dtype=np.int32),
+        params=SamplingParams(max_tokens=length),
+        max_total_tokens=num_prompt + length,
+    )
+
+
+# -- what a person types ----------------------------------------------------------------------------------------------
+
+
+def parse_numbers(text: str) -> list[float]:
+    """`100,20,(20,200)*50` as a flat list; `(...)*N` repeats a group, `X*N` one number.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    numbers: list[float] = []
+    rest = re.sub(r"\s", "", text)
+    while rest:
+        match = re.match(r"(?:\(([\d.,]+)\)|([\d.]+))(?:\*(\d+))?(?:,|$)", rest)
+        if match is None:
+            raise ValueError(f"cannot read {rest!r}; write numbers like 100,20,50 or (20,200)*50")
+        group, single, times = match.groups()
+        numbers += [float(number) for number in (group or single).split(",")] * int(times or 1)
+        rest = rest[match.end() :]
+    return numbers
+
+
+# -- what a person reads ----------------------------------------------------------------------------------------------
+
+
+def row_name(row: int) -> str:
+    """A, B, ... Z, AA, AB, ... as in a spreadsheet."""
+    name = ""
+    row += 1
+    while row:
+        row, letter = divmod(row - 1, 26)
+        name = chr(ord("A") + letter) + name
+    return name
+
+
+def format_report(workload: Workload, simulations: list[Simulation]) -> str:
+    """The comparison as aligned text: totals for every policy, and each row's response time while they fit a screen."""
+    lines = [f"{'':<28}" + "".join(f"{s.name:>28}" for s in simulations)]
+
+    def add(label: str, cells: list[str]) -> None:
+        lines.append(f"{label:<28}" + "".join(f"{cell:>28}" for cell in cells))
+
+    add("total", [f"{s.total_ms / 1000:.1f} s ({s.num_steps:,} steps)" for s in simulations])
+    add("throughput", [f"{s.tokens_per_second:.0f} tok/s" for s in simulations])
+    add("occupancy", [f"{s.occupancy:.1%}" for s in simulations])
+    if len(workload.lengths) <= 26:
+        for row, length in enumerate(workload.lengths):
+            label = f"response {row_name(row)} ({length} tokens)"
+            add(label, [f"{s.response_ms[row] / 1000:.1f} s" for s in simulations])
+    add("mean response", [f"{s.mean_response_ms / 1000:.1f} s" for s in simulations])
+    baseline, ideal = simulations[0], workload.ideal_steps
+    add("speed-up", [f"{baseline.total_ms / s.total_ms:.2f}x" for s in simulations])
+    gains = [b / c for b, c in zip(baseline.response_ms, simulations[1].response_ms, strict=True)]
+    best = max(range(len(gains)), key=gains.__getitem__)
+    if gains[best] > 1:
+        lines.append(f"\nrow {row_name(best)} answers {gains[best]:.1f}x sooner with continuous batching")
+    seconds = ideal * workload.step_ms / 1000
+    lines.append(
+        f"ideal (no slot ever idle): {ideal:,} steps, {seconds:.1f} s, {sum(workload.lengths) / seconds:.0f} tok/s, "
+        f"{baseline.total_ms / 1000 / seconds:.1f}x static"
+    )
+    return "\n".join(lines)
+
+
+def format_timelines(simulations: list[Simulation], slots: int, width: int = 72) -> list[str]:
+    """Each policy's slots as lines of text, time to the right on a common scale.
+
+    A row fills its stay with its letter (with the last letter of its name, past Z); an idle slot shows dots.
+    """
+    scale = width / max(simulation.total_ms for simulation in simulations)
+    lines = []
+    for simulation in simulations:
+        lines.append(f"{simulation.name} ({simulation.total_ms / 1000:.1f} s)")
+        for slot in range(slots):
+            cells = ["."] * round(simulation.total_ms * scale)
+            for span in simulation.spans:
+                if span.slot == slot:
+                    first, last = round(span.start_ms * scale), round(span.end_ms * scale)
+                    cells[first:last] = row_name(span.row)[-1] * (last - first)
+            lines.append(f"  slot {slot:<3}|{''.join(cells):<{width}}|")
+    return lines
+
+
+def render_svg(simulations: list[Simulation], slots: int) -> str:
+    """The timelines as one self-contained SVG, one panel per policy on a common time axis."""
+    left, width, lane, head = 70, 900, 22, 34
+    scale = width / max(s.total_ms for s in simulations)
+    panel = head + slots * lane + 14
+    height = panel * len(simulations) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {height}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="100%" height="{height}" fill="#ffffff"/>',
+    ]
+    for number, simulation in enumerate(simulations):
+        top = number * panel
+        title = f"{simulation.name}: {simulation.total_ms / 1000:.1f} s, {simulation.occupancy:.0%} of slot time used"
+        parts.append(f'<text x="{left}" y="{top + 22}" font-weight="600" fill="#1a1a1a">{escape(title)}</text>')
+        for slot in range(slots):
+            y = top + head + slot * lane
+            parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end" fill="#555">slot {slot}</text>')
+            span_width = simulation.total_ms * scale
+            parts.append(f'<rect x="{left}" y="{y}" width="{span_width:.1f}" height="{lane - 3}" fill="#eeeeee"/>')
+        parts += [_svg_span(span, left, top + head, lane, scale) for span in simulation.spans]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _svg_span(span: Span, left: int, top: int, lane: int, scale: float) -> str:
+    x, width = left + span.start_ms * scale, (span.end_ms - span.start_ms) * scale
+    y = top + span.slot * lane
+    hue = span.row * 137 % 360  # golden-angle steps keep neighbours apart
+    label = row_name(span.row)
+    text = f'<text x="{x + width / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="#fff">{label}</text>'
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{lane - 3}" rx="2" '
+        f'fill="hsl({hue},52%,42%)"><title>row {label}: {span.start_ms / 1000:.2f} to '
+        f"{span.end_ms / 1000:.2f} s</title></rect>{text if width > 9 * len(label) else ''}"
+    )

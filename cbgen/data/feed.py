@@ -1,0 +1,87 @@
+"""The read-ahead thread: rows are read, rendered and tokenized in batches while the engine computes.
+
+Enters: an iterator of rows and a `PromptBuilder`. Leaves: prompts (or rows with errors) in order, from a short queue,
+so that memory stays bounded and a slow engine holds the reader back. If the thread fails, the next `get` raises what
+it raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from cbgen.data.prompts import PromptBuilder
+from cbgen.records import Prompt, Row
+
+Item = Prompt | Row
+_BATCH_ROWS = 64
+_FIRST_BATCH_ROWS = 8  # the engine starts on these while the next ones are tokenized
+_MAX_BATCHES = 4
+_POLL_SECONDS = 0.1
+
+
+class PromptFeed:
+    """Ordered prompts from a background thread. Use as a context manager; leaving it ends the thread."""
+
+    def __init__(self, rows: Iterator[Row], builder: PromptBuilder) -> None:
+        self.exhausted = False
+        self._batches: queue.Queue[list[Item] | BaseException | None] = queue.Queue(_MAX_BATCHES)
+        self._ready: deque[Item] = deque()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(rows, builder), name="prompt-feed", daemon=True)
+
+    def __enter__(self) -> PromptFeed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def peek(self, *, wait: bool) -> Item | None:
+        """The next item without taking it. None when there is none: for ever if `exhausted`, else not yet.
+
+        Args:
+            wait: wait a moment for the thread if nothing is ready.
+
+        Raises:
+            Exception: whatever stopped the thread.
+        """
+        if not self._ready and not self.exhausted:
+            try:
+                batch = self._batches.get(timeout=_POLL_SECONDS) if wait else self._batches.get_nowait()
+            except queue.Empty:
+                return None
+            if isinstance(batch, BaseException):
+                raise batch
+            if batch is None:
+                self.exhausted = True
+            else:
+                self._ready.extend(batch)
+        return self._ready[0] if self._ready else None
+
+    def take(self) -> Item:
+        """Remove and return what `peek` returned."""
+        return self._ready.popleft()
+
+    def _work(self, rows: Iterator[Row], builder: PromptBuilder) -> None:
+        try:
+            size = _FIRST_BATCH_ROWS
+            while batch := list(itertools.islice(rows, size)):
+                if not self._put(builder.build(batch)):
+                    return
+                size = _BATCH_ROWS
+            self._put(None)
+        except BaseException as error:  # handed over whole: the main thread decides what it means
+            self._put(error)
+
+    def _put(self, item: list[Item] | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._batches.put(item, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            return True
+        return False

@@ -1,0 +1,178 @@
+"""The journal: finished rows in completion order, safe from the moment `append` returns.
+
+Output order is input order, so a row that overtook a long one has to wait. It waits here, on disk, and memory holds
+only where. Files are `wal-000000.jsonl`, ... in the sidecar directory; one record is one line:
+
+    <index> <crc32 of the rest> <row checksum> <error code or -> <prompt tokens> <completion tokens> <payload>\\n
+
+Records are written with one unbuffered write each: a killed process loses none that `append` returned for, a power cut
+at most those since the last `sync`. Reading stops at the first record of a segment that is torn or fails its CRC.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+_SEGMENT_BYTES = 64 << 20
+_SEGMENT_NAME = re.compile(r"wal-(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A finished row: its output line (`payload`, without line end) and what totals and guards need of it."""
+
+    index: int
+    checksum: int
+    error_code: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    payload: bytes
+
+    def encode(self) -> bytes:
+        header = f"{self.checksum} {self.error_code or '-'} {self.prompt_tokens} {self.completion_tokens} "
+        body = header.encode("ascii") + self.payload
+        return b"%d %d %b\n" % (self.index, zlib.crc32(body), body)
+
+    @classmethod
+    def decode(cls, line: bytes) -> Record | None:
+        """The record of one line without its end; None when it is not one whole, intact record."""
+        try:
+            index, crc, body = line.split(b" ", 2)
+            if int(crc) != zlib.crc32(body):
+                return None
+            checksum, code, prompt_tokens, completion_tokens, payload = body.split(b" ", 4)
+        except ValueError:
+            return None
+        error_code = None if code == b"-" else code.decode("ascii")
+        return cls(int(index), int(checksum), error_code, int(prompt_tokens), int(completion_tokens), payload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    segment: int
+    offset: int
+    size: int
+
+
+class Journal:
+    """Append-only segments, an index in memory, and removal of segments that are no longer needed.
+
+    Args:
+        directory: where the segments live; existing ones are read.
+        head: rows below it are already in the output and not kept.
+    """
+
+    def __init__(self, directory: Path, head: int) -> None:
+        self._directory = directory
+        self._places: dict[int, _Place] = {}
+        self._checksums: dict[int, int] = {}
+        self._highest: dict[int, int] = {}  # segment -> highest row index in it
+        self._readers: dict[int, int] = {}  # segment -> file descriptor
+        for number, path in self._segments():
+            self._recover(number, path, head)
+        self._current = max(self._highest, default=-1) + 1  # never append behind a torn record
+        self._file = self._open_segment()
+        self._size = 0
+        self._dirty = False
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def checksum(self, index: int) -> int:
+        """The input checksum under which the row was finished."""
+        return self._checksums[index]
+
+    def append(self, record: Record) -> None:
+        """Write a finished row.
+
+        Raises:
+            OSError: the disk is full or gone; what was appended before stays intact.
+        """
+        if self._size >= _SEGMENT_BYTES:
+            self.sync()
+            os.close(self._file)
+            self._current += 1
+            self._file, self._size = self._open_segment(), 0
+        line = record.encode()
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._note(record, _Place(self._current, self._size, len(line)))
+        self._size += len(line)
+        self._dirty = True
+
+    def pop(self, index: int) -> Record:
+        """Take a row out of the index; its bytes stay until `prune`."""
+        place = self._places.pop(index)
+        self._checksums.pop(index)
+        if place.segment not in self._readers:
+            self._readers[place.segment] = os.open(self._path(place.segment), os.O_RDONLY)
+        record = Record.decode(os.pread(self._readers[place.segment], place.size - 1, place.offset))
+        if record is None or record.index != index:
+            raise OSError(errno.EIO, f"the journal record of row {index} changed on disk")
+        return record
+
+    def sync(self) -> None:
+        """Make every appended record survive a power cut."""
+        if self._dirty:
+            os.fsync(self._file)
+            self._dirty = False
+
+    def prune(self, head: int) -> None:
+        """Remove segments whose rows are all below `head`; only once a state that says so is durable."""
+        for segment in [s for s, highest in self._highest.items() if highest < head and s != self._current]:
+            self._close_reader(segment)
+            self._path(segment).unlink(missing_ok=True)
+            del self._highest[segment]
+
+    def remove(self) -> None:
+        """Delete every segment, once all rows are in the output."""
+        assert not self._places, "rows would be lost"
+        for _, path in self._segments():
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._file)
+        for segment in list(self._readers):
+            self._close_reader(segment)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _segments(self) -> list[tuple[int, Path]]:
+        matches = ((_SEGMENT_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
+        return sorted((int(match[1]), path) for match, path in matches if match)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"wal-{segment:06d}.jsonl"
+
+    def _open_segment(self) -> int:
+        return os.open(self._path(self._current), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def _recover(self, segment: int, path: Path, head: int) -> None:
+        offset = 0
+        self._highest[segment] = -1
+        with path.open("rb") as file:
+            for line in file:
+                record = Record.decode(line[:-1]) if line.endswith(b"\n") else None
+                if record is None:
+                    break
+                if record.index >= head:
+                    self._note(record, _Place(segment, offset, len(line)))
+                offset += len(line)
+
+    def _note(self, record: Record, place: _Place) -> None:
+        self._places[record.index] = place
+        self._checksums[record.index] = record.checksum
+        self._highest[place.segment] = max(self._highest.get(place.segment, -1), record.index)
+
+    def _close_reader(self, segment: int) -> None:
+        if segment in self._readers:
+            os.close(self._readers.pop(segment))

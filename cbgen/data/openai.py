@@ -1,0 +1,110 @@
+"""OpenAI Batch lines: recognising them, reading a request body, and answering in the Batch output form.
+
+A line is `{"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}`. What this engine
+cannot do is an error for that line, never ignored. The answer names the model that really ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cbgen.errors import RowError, RowFailure
+from cbgen.records import Completion, Form, Row
+
+URLS: dict[str, Form] = {"/v1/chat/completions": "openai_chat", "/v1/completions": "openai_completion"}
+
+# Body field -> sampling parameter. Names that are not OpenAI's are common extensions of compatible servers.
+_PARAMS = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "include_stop_str_in_output": "include_stop",
+}
+_IGNORED = frozenset({"model", "messages", "prompt", "user", "metadata", "store", "service_tier", "safety_identifier"})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # other fields are fine while they ask for what happens anyway
+    "n": (1,),
+    "stream": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+_STATUS = {"nan_logits": 500, "kv_never_fits": 500, "tokenizer_error": 500}  # the rest is the request's fault: 400
+
+
+def is_batch_line(columns: dict[str, Any]) -> bool:
+    """Whether a row is an OpenAI Batch request rather than a row of the user's own columns."""
+    return "custom_id" in columns and ("body" in columns or "url" in columns)
+
+
+def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
+    """A Batch line as (form, columns with `messages` or `prompt`, sampling parameters).
+
+    Raises:
+        RowFailure: the line is incomplete, names an unknown url, or asks for something that is not done here.
+    """
+    url, body = row.columns.get("url"), row.columns.get("body")
+    if url not in URLS:
+        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {url!r}")
+    if row.columns.get("method", "POST") != "POST":
+        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {row.columns['method']!r}")
+    if not isinstance(body, dict):
+        raise RowFailure("invalid_request", f"{row.place}: body must be an object, not {type(body).__name__}")
+    params: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in _PARAMS and value is not None:
+            params[_PARAMS[name]] = value
+        elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
+            raise RowFailure("invalid_request", f"{row.place}: body field {name}={value!r} is not supported")
+    form = URLS[url]
+    source = "messages" if form == "openai_chat" else "prompt"
+    if body.get(source) is None:
+        raise RowFailure("missing_prompt", f"{row.place}: body has no {source!r}")
+    return form, {source: body[source]}, params
+
+
+def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[str, Any]:
+    """One line of a Batch output file."""
+    identifier = f"batch_req_{row.index}"
+    custom_id = row.columns.get("custom_id")
+    if isinstance(outcome, RowError):
+        status = _STATUS.get(outcome.code, 400)
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = {"message": outcome.message, "type": kind, "param": None, "code": outcome.code}
+        response = {"status_code": status, "request_id": identifier, "body": {"error": error}}
+        outer = {"code": outcome.code, "message": outcome.message}
+        return {"id": identifier, "custom_id": custom_id, "response": response, "error": outer}
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": outcome.finish_reason}
+    if row.form == "openai_chat":
+        choice["message"] = {"role": "assistant", "content": outcome.text}
+    else:
+        choice["text"] = outcome.text
+    body = {
+        "id": f"cmpl-{row.index}",
+        "object": "chat.completion" if row.form == "openai_chat" else "text_completion",
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": outcome.num_prompt_tokens,
+            "completion_tokens": outcome.num_completion_tokens,
+            "total_tokens": outcome.num_prompt_tokens + outcome.num_completion_tokens,
+        },
+    }
+    response = {"status_code": 200, "request_id": identifier, "body": body}
+    return {"id": identifier, "custom_id": custom_id, "response": response, "error": None}

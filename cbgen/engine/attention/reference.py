@@ -1,0 +1,131 @@
+"""The reference backend: gather the blocks, then plain torch attention. Any device, any option; the oracle.
+
+Decodes are padded to the longest of the step and attended in one call; prefill chunks go one sequence at a time. Also
+home of `ProbeBackend`, which needs no cache: it runs when a model is loaded, to learn what its layers look like.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+from cbgen.engine.kv_cache import KVCache, LayerSpec
+
+
+class ReferenceBackend:
+    """Paged attention by gather. One instance serves one step."""
+
+    def __init__(self, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+        self.kv_cache = kv_cache
+        self.metadata = metadata
+
+    def forward(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        metadata = self.metadata
+        self.kv_cache.store(call.layer_idx, key, value, metadata.slot_mapping)
+        outputs = []
+        if metadata.num_decodes:
+            outputs.append(self._decode(call, query[: metadata.num_decodes]))
+        for index in range(metadata.num_decodes, len(metadata.host_context_lens)):
+            start, stop = metadata.query_starts[index], metadata.query_starts[index + 1]
+            outputs.append(self._prefill(call, index, query[start:stop]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, Hq, Dv]
+
+    def _decode(self, call: AttentionCall, query: Tensor) -> Tensor:
+        """One query token per sequence, [B, Hq, D], against everything that sequence holds."""
+        metadata = self.metadata
+        num_seqs = metadata.num_decodes
+        context_lens = metadata.context_lens[:num_seqs]
+        max_blocks = -(-max(metadata.host_context_lens[:num_seqs]) // self.kv_cache.block_size)
+        key, value = self._gather(call.layer_idx, metadata.block_tables[:num_seqs, :max_blocks])
+        positions = torch.arange(key.shape[2], device=query.device)
+        visible = positions < context_lens[:, None]  # [B, L]
+        if call.window is not None:
+            visible &= positions >= context_lens[:, None] - call.window
+        # What was never written may hold anything, NaN included, and 0 x NaN is NaN: clear it, masking is not enough.
+        hidden = ~visible[:, None, :, None]
+        key, value = key.masked_fill_(hidden, 0), value.masked_fill_(hidden, 0)
+        output = attend(call, query[:, :, None], key, value, visible[:, None, None, :])  # [B, Hq, 1, Dv]
+        return output.squeeze(2)
+
+    def _prefill(self, call: AttentionCall, index: int, query: Tensor) -> Tensor:
+        """A chunk of one sequence's prompt, [Tq, Hq, D], against what it holds up to and including the chunk."""
+        length = self.metadata.host_context_lens[index]
+        num_blocks = -(-length // self.kv_cache.block_size)
+        key, value = self._gather(call.layer_idx, self.metadata.block_tables[index : index + 1, :num_blocks])
+        visible = causal_mask(query.shape[0], length, call.window, query.device)
+        output = attend(call, query.transpose(0, 1)[None], key[:, :, :length], value[:, :, :length], visible)
+        return output[0].transpose(0, 1)
+
+    def _gather(self, layer_idx: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the blocks in [B, num_blocks], laid out [B, Hkv, num_blocks * block_size, D]."""
+        num_seqs, num_blocks = block_tables.shape
+        length = num_blocks * self.kv_cache.block_size
+        key, value = (cache[block_tables].transpose(1, 2) for cache in self.kv_cache.layer(layer_idx))
+        return (
+            key.reshape(num_seqs, key.shape[1], length, key.shape[-1]),
+            value.reshape(num_seqs, value.shape[1], length, value.shape[-1]),
+        )
+
+
+class ProbeBackend:
+    """Attention inside the packed step alone, without a cache; remembers what each layer asked for.
+
+    Attributes:
+        layers: layer_idx -> what its cache needs.
+        query_starts: offsets of the sequences in the packed row.
+    """
+
+    def __init__(self, query_starts: list[int]) -> None:
+        self.layers: dict[int, LayerSpec] = {}
+        self.query_starts = query_starts
+
+    def forward(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionBackend.forward`; stores nothing."""
+        self.layers[call.layer_idx] = LayerSpec(
+            call.layer_idx, key.shape[1], key.shape[-1], value.shape[-1], call.window
+        )
+        outputs = []
+        for start, stop in zip(self.query_starts, self.query_starts[1:], strict=False):
+            q, k, v = (t[start:stop].transpose(0, 1)[None] for t in (query, key, value))
+            visible = causal_mask(stop - start, stop - start, call.window, query.device)
+            outputs.append(attend(call, q, k, v, visible)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[num_queries, num_keys] bool: the queries are the last positions; True where a query sees a key."""
+    last = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    keys = torch.arange(num_keys, device=device)
+    visible = keys <= last
+    return visible if window is None else visible & (keys > last - window)
+
+
+def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Softmax attention with grouped-query heads.
+
+    Args:
+        call: scale, soft-cap and sinks; the window is in `visible` already.
+        query: [B, Hq, Tq, D]; key: [B, Hkv, L, D]; value: [B, Hkv, L, Dv].
+        visible: bool, broadcastable to [B, Hq, Tq, L].
+
+    Returns:
+        [B, Hq, Tq, Dv] in the dtype of `query`.
+    """
+    if call.softcap is None and call.sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key.to(query.dtype), value.to(query.dtype), visible, scale=call.scale, enable_gqa=True
+        )
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    logits = (query.float() @ key.float().transpose(-1, -2)) * call.scale
+    if call.softcap is not None:  # Gemma 2 (arXiv 2408.00118), section 2
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if call.sinks is not None:  # gpt-oss: a learned logit per head that takes weight and gives no value
+        sinks = call.sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : key.shape[2]]
+    return (weights @ value.float()).to(query.dtype)

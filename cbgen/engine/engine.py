@@ -1,0 +1,173 @@
+"""The engine: prompts in, token ids out, one step at a time. Joins scheduler and model runner, and does nothing else.
+
+    add() ... step() -> finished generations, while has_unfinished
+
+A step is: schedule -> build input -> run -> update. `SchedulerOutput` and `ModelInput` are values, so that a later
+engine can overlap these phases without changing them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cbgen.config import EngineConfig
+from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.limits import Limits, choose_limits
+from cbgen.engine.loader import LoadedModel
+from cbgen.engine.model_input import build_model_input
+from cbgen.engine.model_runner import ModelRunner
+from cbgen.engine.scheduler import Scheduler, SchedulerConfig
+from cbgen.engine.sequence import Sequence
+from cbgen.params import SamplingParams
+from cbgen.records import EngineStats, Generation
+
+
+class Engine:
+    """Continuous batching over one loaded model.
+
+    Attributes:
+        limits: resolved sizes.
+        stats: counters since construction.
+        more_is_coming: set by the caller while its queue of prompts is not empty; only statistics look at it.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.limits: Limits = choose_limits(loaded, config)
+        self.stats = EngineStats()
+        self.more_is_coming = False
+        self._loaded = loaded
+        self._batching = config.batching
+        limits = self.limits
+        self._blocks = BlockManager(limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            batching=config.batching,
+        )
+        self._scheduler = Scheduler(scheduler_config, self._blocks)
+        self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the queue is shorter than the slots it has to keep filled."""
+        return self._scheduler.num_waiting < self.limits.max_num_seqs
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1."""
+        return 1 - self._blocks.num_free_blocks / self.limits.num_blocks
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._loaded.vocab_size
+
+    @property
+    def peak_device_memory(self) -> int:
+        """Bytes of device memory that were in use at most; 0 on CPU, where it is the process's own."""
+        device = self._loaded.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Settings in force, for people and for the summary."""
+        limits = self.limits
+        return {
+            "batching": self._batching,
+            "dtype": str(self._loaded.dtype).removeprefix("torch."),
+            "device": str(self._loaded.device),
+            "attention": "reference",
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_model_len": limits.max_model_len,
+            "block_size": limits.block_size,
+            "num_blocks": limits.num_blocks,
+            "kv_cache_bytes": limits.kv_cache_bytes,
+        }
+
+    def add(
+        self,
+        index: int,
+        prompt_token_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        random_stream: tuple[int, int, int] = (0, 0, 0),
+        stop_token_ids: frozenset[int] = frozenset(),
+        stop_on_text: Callable[[int], bool] | None = None,
+    ) -> Generation | None:
+        """Queue a prompt.
+
+        Args:
+            index: row index; comes back in the `Generation`.
+            prompt_token_ids: [prompt length] int32, at least one.
+            params: checked parameters.
+            random_stream: (seed, stream, sample) of the row's random numbers.
+            stop_token_ids: ids that end this row, beside those in `params` and the model's EOS ids.
+            stop_on_text: see `Sequence.stop_on_text`.
+
+        Returns:
+            None, or at once the generation of a row that could never run (`kv_never_fits`).
+        """
+        stops = stop_token_ids | frozenset(params.stop_token_ids)
+        sequence = Sequence(
+            index=index,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, self.limits.max_model_len),
+            stop_token_ids=stops if params.ignore_eos else stops | self._loaded.eos_token_ids,
+            stop_on_text=stop_on_text,
+            random_stream=random_stream,
+        )
+        return None if self._scheduler.add(sequence) else _generation(sequence)
+
+    def step(self) -> list[Generation]:
+        """One forward pass. Returns the generations it finished."""
+        clock = time.perf_counter
+        started = clock()
+        output = self._scheduler.schedule()
+        scheduled = clock()
+        model_input = build_model_input(output, self._blocks)
+        built = clock()
+        token_ids = self._runner.run(model_input)
+        ran = clock()
+        num_running, num_waiting = self.num_running, self.num_waiting
+        finished = self._scheduler.update(output, token_ids)
+        updated = clock()
+
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_active += num_running
+        if num_waiting or self.more_is_coming:
+            stats.num_queued_steps += 1
+            stats.num_queued_active += num_running
+        stats.num_scheduled_tokens += model_input.num_tokens
+        stats.num_sampled_tokens += len(token_ids)
+        stats.num_preemptions += output.num_preempted
+        stats.schedule_seconds += scheduled - started
+        stats.build_seconds += built - scheduled
+        stats.run_seconds += ran - built
+        stats.update_seconds += updated - ran
+        return [_generation(sequence) for sequence in finished]
+
+
+def _generation(sequence: Sequence) -> Generation:
+    assert sequence.finish_reason is not None
+    return Generation(sequence.index, sequence.output_token_ids, sequence.finish_reason.value)

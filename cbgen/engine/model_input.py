@@ -1,0 +1,101 @@
+"""From a `SchedulerOutput` to the arrays of one forward pass. numpy only; `ModelRunner` moves them to the device.
+
+All scheduled tokens of all sequences are packed into one row, `(1, num_tokens)`, without padding:
+
+    sequence        | decode A | decode B | prefill C ............ |
+    input_ids       |    a9    |    b4    |  c0  c1  c2  c3  c4     |
+    positions       |     9    |     4    |   0   1   2   3   4     |
+    cu_seqlens_q    0          1          2                         7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.scheduler import SchedulerOutput
+from cbgen.engine.sequence import Sequence
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One step's input. T = num_tokens, B = num_seqs, S = number of sequences that sample.
+
+    Attributes:
+        input_ids, positions: [T].
+        slot_mapping: [T] flat KV write address of each token, block * block_size + offset.
+        cu_seqlens_q: [B + 1] offsets of each sequence's tokens in the packed row.
+        context_lens: [B] positions each sequence holds once this step is done.
+        block_tables: [B, max blocks in use]; entries past a sequence's own are stale.
+        num_decodes: the first that many sequences have exactly one token.
+        logits_indices: [S] packed positions whose logits are wanted.
+        sampling: [S] the sequences that sample, in the order of `logits_indices`.
+    """
+
+    input_ids: Int64Array
+    positions: Int64Array
+    slot_mapping: Int64Array
+    cu_seqlens_q: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    num_decodes: int
+    logits_indices: Int64Array
+    sampling: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> ModelInput:
+    """Arrays for one step. Python loops only over sequences, never over tokens or blocks."""
+    sequences = output.sequences
+    num_seqs = len(sequences)
+    counts = np.array(output.num_scheduled_tokens, dtype=np.int64)  # [B]
+    starts = np.fromiter((s.num_computed_tokens for s in sequences), dtype=np.int64, count=num_seqs)  # [B]
+    slots = np.fromiter((s.slot for s in sequences), dtype=np.int64, count=num_seqs)  # [B]
+    cu_seqlens_q = np.zeros(num_seqs + 1, dtype=np.int64)
+    np.cumsum(counts, out=cu_seqlens_q[1:])
+    num_tokens = int(cu_seqlens_q[-1])
+
+    positions = np.arange(num_tokens) + np.repeat(starts - cu_seqlens_q[:-1], counts)  # [T]
+    block_size = block_manager.block_size
+    blocks = block_manager.block_tables[np.repeat(slots, counts), positions // block_size].astype(np.int64)  # [T]
+    context_lens = starts + counts  # [B]
+    num_known = np.fromiter((s.num_tokens for s in sequences), dtype=np.int64, count=num_seqs)
+    samples = np.flatnonzero(context_lens == num_known)  # a chunk in the middle of a prompt has nothing to sample
+    max_blocks = block_manager.blocks_for(int(context_lens.max())) if num_seqs else 0
+    return ModelInput(
+        input_ids=_input_ids(output, num_tokens),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=block_manager.block_tables[slots, :max_blocks],
+        num_decodes=output.num_decodes,
+        logits_indices=cu_seqlens_q[1:][samples] - 1,
+        sampling=[sequences[i] for i in samples],
+    )
+
+
+def _input_ids(output: SchedulerOutput, num_tokens: int) -> Int64Array:
+    """[T] the token ids each sequence computes: the newest one for a decode, a slice of the prompt for a prefill."""
+    input_ids = np.empty(num_tokens, dtype=np.int64)
+    num_decodes = output.num_decodes
+    decodes = output.sequences[:num_decodes]
+    input_ids[:num_decodes] = [
+        s.output_token_ids[-1] if s.output_token_ids else s.prompt_token_ids[-1] for s in decodes
+    ]
+    start = num_decodes
+    prefills = zip(output.sequences[num_decodes:], output.num_scheduled_tokens[num_decodes:], strict=True)
+    for sequence, count in prefills:
+        first = sequence.num_computed_tokens
+        input_ids[start : start + count] = sequence.tokens_between(first, first + count)
+        start += count
+    return input_ids

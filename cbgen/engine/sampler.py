@@ -1,0 +1,129 @@
+"""From logits to token ids: one vectorised call for all rows of a step, each with its own parameters.
+
+Randomness is counter-based: the uniform behind a token is a pure function of (seed, stream, sample, position), so a row
+draws the same numbers whatever shares its batch, and after preemption or resume. A token is drawn by inverting the
+cumulative distribution in vocabulary order over the tokens that top-k, top-p and min-p keep.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cbgen.engine.sequence import Sequence
+
+_PREFILTER = 1024  # top-p looks at so many tokens first; only rows whose nucleus is wider pay for a full sort
+
+
+class Sampler:
+    """Stateless; greedy rows cost an argmax and nothing else."""
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
+        """One token id per row.
+
+        Args:
+            logits: [S, vocab_size] of any float dtype.
+            sequences: the S sequences the rows belong to.
+
+        Returns:
+            Token ids; None where the logits hold NaN or +inf, or nothing but -inf.
+        """
+        logits = logits.float()
+        finite = torch.isfinite(logits.amax(dim=-1))  # amax lets NaN through
+        logits = _penalize_repetition(logits, sequences)
+        logits = _forbid_early_stops(logits, sequences)
+        token_ids = logits.argmax(dim=-1)  # [S]
+        drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+        if drawn:
+            rows = torch.tensor(drawn, device=logits.device)
+            token_ids[rows] = _draw(logits[rows], [sequences[row] for row in drawn])
+        return [token_id if ok else None for token_id, ok in zip(token_ids.tolist(), finite.tolist(), strict=True)]
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """[S] token ids drawn from temperature-scaled, truncated distributions."""
+    params = [sequence.params for sequence in sequences]
+    vocab_size = logits.shape[-1]
+
+    def column(values: list[float]) -> Tensor:  # [S, 1]
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
+    threshold = torch.full_like(logits[:, :1], float("-inf"))
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    if min(top_k) < vocab_size:
+        threshold = torch.maximum(threshold, _top_k_threshold(logits, top_k))
+    if any(p.min_p > 0 for p in params):  # arXiv 2407.01082: keep what is at least min_p times the likeliest
+        threshold = torch.maximum(threshold, torch.log(column([p.min_p for p in params])))
+    if any(p.top_p < 1 for p in params):
+        kept = logits.masked_fill(logits < threshold, float("-inf"))
+        threshold = torch.maximum(threshold, _top_p_threshold(kept, column([p.top_p for p in params])))
+    weights = torch.exp(logits).masked_fill_(logits < threshold, 0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)  # [S, vocab_size]
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(uniforms(sequences)).to(logits.device)[:, None] * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not pass the end
+    return (cumulative > target).int().argmax(dim=-1)  # the first token past the target; one of weight 0 never is
+
+
+def _top_k_threshold(logits: Tensor, top_k: list[int]) -> Tensor:
+    """[S, 1] the smallest logit each row keeps. Ties with it are kept too, so no order of equals matters."""
+    vocab_size = logits.shape[-1]
+    largest = max(k for k in top_k if k < vocab_size)
+    values = torch.topk(logits, largest, dim=-1).values  # [S, largest], descending
+    index = torch.tensor([min(k, largest) - 1 for k in top_k], device=logits.device)[:, None]
+    unlimited = torch.tensor([k == vocab_size for k in top_k], device=logits.device)[:, None]
+    return values.gather(1, index).masked_fill(unlimited, float("-inf"))
+
+
+def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
+    """[S, 1] the smallest logit of each row's nucleus (arXiv 1904.09751): the likeliest tokens that reach top_p."""
+    total = torch.exp(logits).sum(dim=-1, keepdim=True)
+    values = torch.topk(logits, min(_PREFILTER, logits.shape[-1]), dim=-1).values
+    if bool((torch.exp(values).sum(dim=-1, keepdim=True) < top_p * total).any()):
+        values = logits.sort(dim=-1, descending=True).values
+    before = torch.exp(values).cumsum(dim=-1) - torch.exp(values)  # [S, K] mass of the likelier tokens
+    num_kept = (before < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1)
+    threshold = values.gather(1, num_kept - 1)
+    return threshold.masked_fill(top_p >= 1, float("-inf"))
+
+
+def _penalize_repetition(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Divide positive and multiply negative logits of tokens seen in prompt or output (arXiv 1909.05858)."""
+    for row, sequence in enumerate(sequences):
+        penalty = sequence.params.repetition_penalty
+        if penalty != 1:
+            seen = torch.from_numpy(np.unique(sequence.tokens_between(0, sequence.num_tokens)).astype(np.int64))
+            seen = seen.to(logits.device)
+            values = logits[row, seen]
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def _forbid_early_stops(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Until `min_tokens` are out, none of the row's stop ids can be chosen."""
+    for row, sequence in enumerate(sequences):
+        if len(sequence.output_token_ids) < sequence.params.min_tokens and sequence.stop_token_ids:
+            logits[row, torch.tensor(sorted(sequence.stop_token_ids), device=logits.device)] = float("-inf")
+    return logits
+
+
+def uniforms(sequences: list[Sequence]) -> npt.NDArray[np.float64]:
+    """[S] one number in [0, 1) per sequence, a pure function of its random stream and next position.
+
+    The mixer is SplitMix64 (Steele et al., OOPSLA 2014) applied to the words in turn; 53 bits become the fraction.
+    """
+    words = np.array([(*s.random_stream, len(s.output_token_ids)) for s in sequences], dtype=np.uint64).T  # [4, S]
+    state = np.zeros(len(sequences), dtype=np.uint64)
+    for word in words:
+        state = _mix(state + np.uint64(0x9E3779B97F4A7C15) + word)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,455 @@
+"""`run(config)`: rows in, completions out, in order, from wherever the last run stopped. READ THIS FIRST.
+
+    plan (inputs, model files, settings) -> lock and recover the output -> load the model -> generate -> report
+
+Everything that can refuse does so before the model loads and before the output is touched. The loop is `_generate`:
+take prompts while there is room, step the engine, put what finished, commit now and then. `engine`, `data` and
+`report` do not know each other; they meet here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from cbgen import __version__
+from cbgen.config import OutputConfig, RunConfig
+from cbgen.data.detokenizer import Detokenizer, StopStringMatcher
+from cbgen.data.feed import PromptFeed
+from cbgen.data.prompts import PromptBuilder, clash_message, compile_template
+from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
+from cbgen.data.writers import OrderedWriter, Sidecar, State, chain, format_record, replace_file
+from cbgen.engine.model_files import ModelFiles, find_model, is_converted, model_identity, sampling_defaults
+from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, InputError, RefusedError, RowError, Stopped, UsageError
+from cbgen.params import SamplingParams, merge_params
+from cbgen.records import Completion, EngineStats, Generation, Position, Prompt, Row
+from cbgen.report.metrics import RunSummary, Timings, format_summary, summarize
+from cbgen.report.progress import Progress, Snapshot
+from cbgen.signals import StopSignals
+
+if TYPE_CHECKING:
+    from cbgen.engine.engine import Engine
+
+_PEEK_ROWS = 100
+_WINDOW_SLOTS = (
+    32  # rows per slot that may be read ahead of the first unfinished one; fewer, and one long row starves the rest
+)
+_ENGINE_ERRORS = {
+    "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
+    "kv_never_fits": "the row needs more KV cache than there is; raise --kv-cache-memory or lower max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A loaded model: what turns text into ids and back, and what generates."""
+
+    tokenizer: Any
+    engine: Engine
+
+
+EngineFactory = Callable[[RunConfig, ModelFiles], Serving]
+
+
+def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
+    """Write one output row per input row, in input order. Returns the exit code.
+
+    Args:
+        config: what was asked for.
+        make_serving: loads tokenizer and engine; tests and benchmarks put something smaller here.
+
+    Raises:
+        CbgenError: anything that ends the run; its `exit_code` is the command's.
+    """
+    clock = _Clock()
+    with StopSignals() as signals, Progress(config.progress_seconds) as progress:
+        plan = _plan(config)
+        with Sidecar.open(config.output, config.inputs) as sidecar:
+            sidecar.check_fingerprint(plan.fingerprint)
+            start = _recover(plan, sidecar, progress)
+            if start.has_rows:
+                once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
+                progress.note(f"loading {plan.files.description}{once}")
+            serving = (make_serving or _load)(config, plan.files) if start.has_rows else None
+            settings = _settings(plan, serving)
+            _announce(progress, plan, serving, start)
+            sidecar.begin(plan.fingerprint, {"settings": settings, "versions": _versions()})
+            clock.loaded()
+            with OrderedWriter(sidecar, start.state, plan.signatures()) as writer:
+                job = _Job(plan, serving, writer) if serving else None
+                signals.raise_at_once = False
+                if job:
+                    with PromptFeed(start.rows, job.prompt_builder()) as feed:
+                        _generate(job, feed, progress, signals)
+                writer.commit() if signals.requested else writer.finish()
+            summary = _summarize(clock, start, writer, job, settings, complete=not signals.requested)
+            replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+            progress.note(f"{config.output.path}\n{format_summary(summary)}")
+    if signals.requested:
+        raise Stopped(f"stopped by {signals.requested}; the same command continues after row {writer.state.rows:,}")
+    return EXIT_ROW_ERRORS if writer.state.tally.num_errors else EXIT_OK
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def _generate(job: _Job, feed: PromptFeed, progress: Progress, signals: StopSignals) -> None:
+    """Run until every row is finished, or a signal asks to stop; rows in flight are then generated again next time."""
+    engine, writer = job.engine, job.writer
+    while not signals.requested:
+        job.admit(feed)
+        engine.more_is_coming = not feed.exhausted
+        if engine.has_unfinished:
+            for generation in engine.step():
+                job.finish(generation)
+        elif feed.exhausted:
+            return
+        writer.tick()
+        if progress.is_due():
+            progress.update(job.snapshot())
+
+
+class _Job:
+    """The rows in flight, between the feed, the engine and the writer."""
+
+    def __init__(self, plan: _Plan, serving: Serving, writer: OrderedWriter) -> None:
+        self.engine = serving.engine
+        self.writer = writer
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.num_errors = 0
+        self._plan = plan
+        self._tokenizer = serving.tokenizer
+        self._detokenizer = Detokenizer(serving.tokenizer)
+        self._special_ids = _special_token_ids(serving.tokenizer)
+        self._window = _WINDOW_SLOTS * serving.engine.limits.max_num_seqs
+        self._in_flight: dict[int, tuple[Prompt, StopStringMatcher | None]] = {}
+
+    def prompt_builder(self) -> PromptBuilder:
+        config = self._plan.config
+        return PromptBuilder(
+            self._tokenizer,
+            config.prompt,
+            self._plan.params,
+            self.engine.limits.max_model_len,
+            self.engine.vocab_size,
+            config.output.result_fields,
+        )
+
+    def admit(self, feed: PromptFeed) -> None:
+        """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out."""
+        while self.engine.wants_more:
+            item = feed.peek(wait=not self.engine.has_unfinished)
+            if item is None:
+                return
+            row = item.row if isinstance(item, Prompt) else item
+            if row.index - self.writer.head >= self._window:
+                return
+            feed.take()
+            if self.writer.recovered(row):
+                continue
+            if isinstance(item, Prompt):
+                self._add(item)
+            else:
+                assert row.error is not None
+                self._put(row, row.error)
+
+    def _add(self, prompt: Prompt) -> None:
+        row, params = prompt.row, prompt.params
+        matcher = None
+        stops = tuple(stop for stop in params.stop if stop not in self._special_ids)
+        if stops:
+            matcher = StopStringMatcher(
+                self._detokenizer,
+                prompt.token_ids,
+                stops,
+                min_tokens=params.min_tokens,
+                include_stop=params.include_stop,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        self._in_flight[row.index] = prompt, matcher
+        self.num_prompt_tokens += len(prompt.token_ids)
+        refused = self.engine.add(
+            row.index,
+            prompt.token_ids,
+            params,
+            # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
+            random_stream=(params.seed, 0 if prompt.own_seed else row.index + 1, 0),
+            stop_token_ids=frozenset(self._special_ids[stop] for stop in params.stop if stop in self._special_ids),
+            stop_on_text=matcher,
+        )
+        if refused is not None:
+            self.finish(refused)
+
+    def finish(self, generation: Generation) -> None:
+        """Turn a generation into text and make it safe."""
+        prompt, matcher = self._in_flight.pop(generation.index)
+        self.num_completion_tokens += len(generation.token_ids)
+        if generation.finish_reason in _ENGINE_ERRORS:
+            message = f"{prompt.row.place}: {_ENGINE_ERRORS[generation.finish_reason]}"
+            self._put(prompt.row, RowError(generation.finish_reason, message))
+        else:
+            self._put(prompt.row, self._completion(prompt, matcher, generation))
+
+    def _completion(self, prompt: Prompt, matcher: StopStringMatcher | None, generation: Generation) -> Completion:
+        end = matcher.end if matcher else None
+        token_ids = generation.token_ids
+        # The token that ended the text is no part of it, unless a stop string did: then the text is cut instead.
+        shown = token_ids[:-1] if generation.finish_reason == "stop" and end is None else token_ids
+        text = self._detokenizer.text(prompt.token_ids, shown, skip_special_tokens=prompt.params.skip_special_tokens)
+        return Completion(text[:end], generation.finish_reason, len(prompt.token_ids), len(token_ids), token_ids)
+
+    def _put(self, row: Row, outcome: Completion | RowError) -> None:
+        self.num_errors += isinstance(outcome, RowError)
+        self.writer.put(row, format_record(row, outcome, self._plan.config.output, self._plan.files.description))
+
+    def snapshot(self) -> Snapshot:
+        engine, writer = self.engine, self.writer
+        return Snapshot(
+            rows=writer.num_finished,
+            errors=self.num_errors,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=engine.stats.num_sampled_tokens,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            kv_usage=engine.kv_usage,
+            head=writer.head,
+            fraction=input_fraction(self._plan.sources, writer.state.position),
+        )
+
+
+def _special_token_ids(tokenizer: Any) -> dict[str, int]:
+    """Special tokens by their text: as stop strings they are matched by id, since text has them removed."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: token_id for token_id, token in added.items() if token.special}
+
+
+# -- before the loop --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A run's resolved facts, before the model is loaded."""
+
+    config: RunConfig
+    sources: list[Source]
+    files: ModelFiles
+    params: SamplingParams
+    fingerprint: dict[str, Any]
+
+    def signatures(self) -> list[Any]:
+        return [source.signature() for source in self.sources]
+
+
+@dataclass(slots=True)
+class _Start:
+    """Where generation starts: what the output holds already, and the rows that follow."""
+
+    state: State
+    rows: Iterator[Row]
+    has_rows: bool = False
+
+
+def _plan(config: RunConfig) -> _Plan:
+    sources = check_inputs(config.inputs)
+    if config.prompt.template is not None:
+        compile_template(config.prompt.template)
+    files = find_model(config.model.name, config.model.revision)
+    params = resolve_params(config.sampling, sampling_defaults(files))
+    return _Plan(config, sources, files, params, _fingerprint(config, params, files))
+
+
+def resolve_params(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:
+    """The run's sampling parameters: what was given, over what the model asks for, over our defaults.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    try:
+        return merge_params(SamplingParams(), {**model_defaults, **given})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _fingerprint(config: RunConfig, params: SamplingParams, files: ModelFiles) -> dict[str, Any]:
+    """Every setting that decides what the output is. What only decides how fast it comes, is not in it."""
+    fields = {"model": model_identity(files), "dtype": config.model.dtype, "max_model_len": config.engine.max_model_len}
+    fields |= {f"prompt.{name}": value for name, value in asdict(config.prompt).items()}
+    fields |= {f"sampling.{name}": value for name, value in params.as_dict().items()}
+    return fields | {
+        "output.token_ids": config.output.token_ids,
+        "output.result_prefix": config.output.result_prefix,
+    }
+
+
+def _recover(plan: _Plan, sidecar: Sidecar, progress: Progress) -> _Start:
+    """Repair the output and find the row to go on with.
+
+    Raises:
+        RefusedError: the input is not the one that this output was begun with.
+    """
+    committed = sidecar.read_state()
+    state = sidecar.repair(committed)
+    if state.rows < committed.rows:
+        progress.note(
+            f"{sidecar.output} was cut short: {state.rows:,} of {committed.rows:,} rows are whole, the rest is redone"
+        )
+    unchanged = committed.signatures == plan.signatures() and STDIN not in plan.config.inputs
+    if state.rows and (state.rows < committed.rows or not unchanged):
+        start = _rescan(plan, committed, state)
+    else:
+        start = _Start(state, read_rows(plan.sources, state.position if state.rows else Position(), state.rows))
+    if plan.config.limit is not None:
+        start.rows = itertools.islice(start.rows, max(0, plan.config.limit - start.state.rows))
+    return _peeked(start, plan.config.output)
+
+
+def _rescan(plan: _Plan, committed: State, state: State) -> _Start:
+    """Read the committed part of the input again: is it still the same, and where does the row after it start?"""
+    rows = read_rows(plan.sources)
+    digest, position, found = "", Position(), Position()
+    digest_there = ""
+    count = 0
+    for row in itertools.islice(rows, committed.rows):
+        digest, position, count = chain(digest, row.checksum), row.next_position, count + 1
+        if count == state.rows:
+            digest_there, found = digest, position
+    if count < committed.rows or digest != committed.digest:
+        what = "is shorter than" if count < committed.rows else "differs from"
+        raise RefusedError(
+            f"the input {what} the one that {plan.config.output.path} was begun with (within its first "
+            f"{committed.rows:,} rows); put it back, choose another -o, or start anew with --overwrite"
+        )
+    if state.rows < committed.rows:
+        if STDIN in plan.config.inputs:
+            raise RefusedError(
+                f"{plan.config.output.path} was cut short, and stdin cannot be read twice; use --overwrite"
+            )
+        rows = read_rows(plan.sources, found, state.rows)
+    return _Start(replace(state, position=found, digest=digest_there), rows)
+
+
+def _peeked(start: _Start, output: OutputConfig) -> _Start:
+    """Look at the first rows: is there one at all, and does a column carry the name of a result field?"""
+    head = list(itertools.islice(start.rows, _PEEK_ROWS))
+    for row in head:
+        clash = next((name for name in output.result_fields if name in row.columns), None)
+        if clash is not None:
+            raise InputError(f"{row.place}: {clash_message(clash)}")
+    return _Start(start.state, itertools.chain(head, start.rows), bool(head))
+
+
+def _load(config: RunConfig, files: ModelFiles) -> Serving:
+    # The only place that imports torch: everything before it, and `cbgen --help`, stays fast and works without it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take the engine's cores
+    from cbgen.engine.engine import Engine
+    from cbgen.engine.loader import choose_device, load_model, load_tokenizer
+
+    model = config.model
+    device = choose_device(model.device)
+    tokenizer = load_tokenizer(files, trust_remote_code=model.trust_remote_code)
+    loaded = load_model(
+        files,
+        dtype=model.dtype,
+        device=device,
+        trust_remote_code=model.trust_remote_code,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return Serving(tokenizer, Engine(loaded, config.engine))
+
+
+# -- after the loop ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Wall-clock marks of a run."""
+
+    started: float = field(default_factory=time.monotonic)
+    loaded_at: float = 0.0
+
+    def loaded(self) -> None:
+        self.loaded_at = time.monotonic()
+
+    def timings(self) -> Timings:
+        now = time.monotonic()
+        return Timings(load=self.loaded_at - self.started, generate=now - self.loaded_at, total=now - self.started)
+
+
+def _settings(plan: _Plan, serving: Serving | None) -> dict[str, Any]:
+    """Settings in force: requested ones, with what was resolved from model and device on top."""
+    config = plan.config
+    settings: dict[str, Any] = {
+        "inputs": list(config.inputs),
+        "output": config.output.path,
+        "limit": config.limit,
+        "model": {**asdict(config.model), "path": str(plan.files.directory)},
+        "prompt": asdict(config.prompt),
+        "sampling": plan.params.as_dict(),
+        "engine": asdict(config.engine),
+    }
+    if serving is not None:
+        settings["engine"] |= serving.engine.describe()
+    return settings
+
+
+def _announce(progress: Progress, plan: _Plan, serving: Serving | None, start: _Start) -> None:
+    """What is about to happen, in the values in force."""
+    if serving is None:
+        progress.note("nothing to generate: every row of the input is in the output")
+        return
+    facts = serving.engine.describe()
+    progress.note(
+        f"model {plan.files.description}, {facts['dtype']} on {facts['device']}: {facts['max_num_seqs']} slots, "
+        f"{facts['max_num_batched_tokens']} tokens a step, context {facts['max_model_len']}, KV cache "
+        f"{facts['kv_cache_bytes'] / 1e9:.2f} GB ({facts['batching']} batching)"
+    )
+    for notice in serving.engine.limits.notices:
+        progress.note(notice)
+    default = SamplingParams()
+    shown = {
+        k: v for k, v in plan.params.as_dict().items() if v != getattr(default, k) or k in ("temperature", "max_tokens")
+    }
+    progress.note("sampling " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+    if start.state.rows:
+        progress.note(f"continuing after row {start.state.rows:,}")
+
+
+def _summarize(
+    clock: _Clock, start: _Start, writer: OrderedWriter, job: _Job | None, settings: dict[str, Any], *, complete: bool
+) -> dict[str, Any]:
+    return summarize(
+        RunSummary(
+            complete=complete,
+            tally=writer.state.tally,
+            resumed_rows=writer.num_recovered,
+            prompt_tokens=job.num_prompt_tokens if job else 0,
+            completion_tokens=job.num_completion_tokens if job else 0,
+            timings=clock.timings(),
+            stats=job.engine.stats if job else EngineStats(),
+            slots=job.engine.limits.max_num_seqs if job else 0,
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_device_memory_bytes=job.engine.peak_device_memory if job else 0,
+            settings=settings,
+            versions=_versions(),
+        )
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"cbgen": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "pyarrow"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

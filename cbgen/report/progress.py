@@ -1,0 +1,135 @@
+"""Telling people how a run goes: one live line on a terminal, one plain line per interval elsewhere. Always stderr.
+
+Enters: a `Snapshot` after every step, most of which are ignored. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+_LIVE_SECONDS = 0.2
+_RECENT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of a run at one moment. Tokens and rows count from the start of this run.
+
+    Attributes:
+        rows: finished rows, earlier runs included.
+        head: the first row that is not finished; it holds the output back.
+        fraction: share of the input that is in the output, or None where it cannot be known.
+    """
+
+    rows: int
+    errors: int
+    prompt_tokens: int
+    output_tokens: int
+    running: int
+    waiting: int
+    kv_usage: float
+    head: int
+    fraction: float | None
+
+
+class Progress:
+    """Prints snapshots at a bearable rate. Use as a context manager."""
+
+    def __init__(self, interval_seconds: float, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live = is_live(self._stream)
+        self._interval = _LIVE_SECONDS if self._live else interval_seconds
+        self._started = time.monotonic()
+        self._next = self._started + self._interval
+        self._history: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, output tokens)
+        self._head, self._head_since = -1, self._started
+        self._first_fraction: float | None = None
+        self._bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._bar = tqdm(total=1.0, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def note(self, text: str) -> None:
+        """A line of its own that does not tear the live one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def is_due(self) -> bool:
+        """Whether `update` would print; asked first, so that most steps do not even build a snapshot."""
+        return time.monotonic() >= self._next
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Print the snapshot."""
+        now = time.monotonic()
+        self._next = now + self._interval
+        line = self._format(snapshot, now)
+        if self._bar is not None:
+            self._bar.set_description_str(line)
+        else:
+            self.note(line)
+
+    def _format(self, s: Snapshot, now: float) -> str:
+        recent_in, recent_out = self._recent(s, now)
+        overall = s.output_tokens / max(now - self._started, 1e-9)
+        if s.head != self._head:
+            self._head, self._head_since = s.head, now
+        parts = [
+            f"{s.rows:,} rows",
+            f"{_short(recent_out)} tok/s out ({_short(overall)} overall), {_short(recent_in)} in",
+            f"running {s.running} waiting {s.waiting}",
+            f"kv {s.kv_usage:.0%}",
+        ]
+        if s.errors:
+            parts.append(f"errors {s.errors:,}")
+        if now - self._head_since > 5:
+            parts.append(f"row {s.head:,} holds the output for {now - self._head_since:.0f} s")
+        if s.fraction is not None:
+            parts.insert(0, f"{s.fraction:4.0%}")
+            parts.append(f"eta {self._eta(s.fraction, now)}")
+        return " | ".join(parts)
+
+    def _recent(self, s: Snapshot, now: float) -> tuple[float, float]:
+        """(prompt, output) tokens per second over the last ten seconds or so."""
+        history = self._history
+        history.append((now, s.prompt_tokens, s.output_tokens))
+        window = max(_RECENT_SECONDS, self._interval)
+        while len(history) > 2 and history[1][0] < now - window:
+            history.popleft()
+        then, prompt_tokens, output_tokens = history[0] if len(history) > 1 else (self._started, 0, 0)
+        seconds = max(now - then, 1e-9)
+        return (s.prompt_tokens - prompt_tokens) / seconds, (s.output_tokens - output_tokens) / seconds
+
+    def _eta(self, fraction: float, now: float) -> str:
+        if self._first_fraction is None:
+            self._first_fraction = fraction  # a resumed run does not start at zero
+        done = fraction - self._first_fraction
+        if done <= 0:
+            return "?"
+        seconds = int((1 - fraction) / done * (now - self._started))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def is_live(stream: TextIO) -> bool:
+    """A terminal that can redraw a line; CI systems may pretend to have one."""
+    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number < 10_000 else f"{number / 1000:.1f}k"
