@@ -69,7 +69,8 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
     params: dict[str, Any] = {}
     for name, value in body.items():
         if name in _PARAMS and value is not None:
-            params[_PARAMS[name]] = value
+            if not (name == "max_tokens" and body.get("max_completion_tokens") is not None):  # the newer name wins
+                params[_PARAMS[name]] = value
         elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
             raise RowFailure("invalid_request", f"{row.place}: body field {name}={value!r} is not supported")
     form = URLS[url]

@@ -208,11 +208,19 @@ def _read_parquet(source: Source, start: Position) -> Iterator[Row]:
         if not groups:
             return
         for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups):
-            for columns in batch.to_pylist():
+            for columns in _without_nanoseconds(batch).to_pylist():
                 number += 1
                 if number > start.offset:
                     position = Position(start.file, number, number)
                     yield Row(0, f"{source.name} row {number}", columns, zlib.crc32(dumps(columns)), position)
+
+
+def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Timestamps with nanoseconds as text: Python's own type has only microseconds, and losing digits is no option."""
+    for number, column in enumerate(batch.schema):
+        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+            batch = batch.set_column(number, column.name, batch.column(number).cast(pa.string()))
+    return batch
 
 
 def _skip_row_groups(file: pq.ParquetFile, num_rows: int) -> tuple[int, list[int]]:

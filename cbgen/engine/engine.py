@@ -138,6 +138,10 @@ class Engine:
         )
         return None if self._scheduler.add(sequence) else _generation(sequence)
 
+    def check_integrity(self) -> None:
+        """Scheduler and blocks agree; for tests."""
+        self._scheduler.check_integrity()
+
     def step(self) -> list[Generation]:
         """One forward pass. Returns the generations it finished."""
         clock = time.perf_counter

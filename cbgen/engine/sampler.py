@@ -52,43 +52,53 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
     # Subtracting the maximum first keeps tiny temperatures finite.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
-    threshold = torch.full_like(logits[:, :1], float("-inf"))
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    if min(top_k) < vocab_size:
-        threshold = torch.maximum(threshold, _top_k_threshold(logits, top_k))
-    if any(p.min_p > 0 for p in params):  # arXiv 2407.01082: keep what is at least min_p times the likeliest
-        threshold = torch.maximum(threshold, torch.log(column([p.min_p for p in params])))
+    if any(0 < p.top_k < vocab_size for p in params):
+        logits = _keep_top_k(logits, [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
+    if any(p.min_p > 0 for p in params):  # arXiv 2407.01082: keep what is at least min_p times as likely as the best
+        logits = logits.masked_fill(logits < torch.log(column([p.min_p for p in params])), float("-inf"))
     if any(p.top_p < 1 for p in params):
-        kept = logits.masked_fill(logits < threshold, float("-inf"))
-        threshold = torch.maximum(threshold, _top_p_threshold(kept, column([p.top_p for p in params])))
-    weights = torch.exp(logits).masked_fill_(logits < threshold, 0)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)  # [S, vocab_size]
+        logits = _keep_top_p(logits, column([p.top_p for p in params]))
+    cumulative = torch.exp(logits).cumsum(dim=-1, dtype=torch.float64)  # [S, vocab_size]
     total = cumulative[:, -1:]
     target = torch.from_numpy(uniforms(sequences)).to(logits.device)[:, None] * total
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not pass the end
     return (cumulative > target).int().argmax(dim=-1)  # the first token past the target; one of weight 0 never is
 
 
-def _top_k_threshold(logits: Tensor, top_k: list[int]) -> Tensor:
-    """[S, 1] the smallest logit each row keeps. Ties with it are kept too, so no order of equals matters."""
-    vocab_size = logits.shape[-1]
-    largest = max(k for k in top_k if k < vocab_size)
-    values = torch.topk(logits, largest, dim=-1).values  # [S, largest], descending
-    index = torch.tensor([min(k, largest) - 1 for k in top_k], device=logits.device)[:, None]
-    unlimited = torch.tensor([k == vocab_size for k in top_k], device=logits.device)[:, None]
-    return values.gather(1, index).masked_fill(unlimited, float("-inf"))
+def _keep_top_k(logits: Tensor, top_k: list[int]) -> Tensor:
+    """All but each row's k likeliest tokens become -inf; k = vocab_size keeps the row as it is."""
+    limited = [k for k in top_k if k < logits.shape[-1]]
+    values = torch.topk(logits, max(limited), dim=-1).values  # [S, K], descending
+    counts = torch.tensor(top_k, device=logits.device)[:, None]
+    return _keep_likeliest(logits, values, counts)
 
 
-def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
-    """[S, 1] the smallest logit of each row's nucleus (arXiv 1904.09751): the likeliest tokens that reach top_p."""
+def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """All but each row's nucleus (arXiv 1904.09751) become -inf: the likeliest tokens that together reach top_p."""
     total = torch.exp(logits).sum(dim=-1, keepdim=True)
     values = torch.topk(logits, min(_PREFILTER, logits.shape[-1]), dim=-1).values
-    if bool((torch.exp(values).sum(dim=-1, keepdim=True) < top_p * total).any()):
+    limited = top_p < 1
+    if bool((limited & (torch.exp(values).sum(dim=-1, keepdim=True) < top_p * total)).any()):
         values = logits.sort(dim=-1, descending=True).values
     before = torch.exp(values).cumsum(dim=-1) - torch.exp(values)  # [S, K] mass of the likelier tokens
-    num_kept = (before < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1)
-    threshold = values.gather(1, num_kept - 1)
-    return threshold.masked_fill(top_p >= 1, float("-inf"))
+    counts = (before < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1)
+    return _keep_likeliest(logits, values, torch.where(limited, counts, logits.shape[-1]))
+
+
+def _keep_likeliest(logits: Tensor, values: Tensor, counts: Tensor) -> Tensor:
+    """Keep `counts` tokens per row; of equally likely ones those of the lowest ids, so that the choice is the row's own.
+
+    Args:
+        logits: [S, vocab_size].
+        values: [S, K] the K largest of each row, descending.
+        counts: [S, 1] how many to keep; more than K keeps all.
+    """
+    unlimited = counts > values.shape[-1]
+    threshold = values.gather(1, (counts - 1).clamp(max=values.shape[-1] - 1))
+    above, equal = logits > threshold, logits == threshold
+    room = counts - above.sum(dim=-1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(dim=-1) <= room)) | unlimited
+    return logits.masked_fill(~kept, float("-inf"))
 
 
 def _penalize_repetition(logits: Tensor, sequences: list[Sequence]) -> Tensor:

@@ -87,9 +87,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> bool:
         """Queue a sequence. False, with its `finish_reason` set, when it could not run even alone."""
-        longest = min(sequence.max_total_tokens, self.config.max_model_len)
-        blocks = self.block_manager
-        if sequence.num_prompt_tokens >= longest or blocks.blocks_for(longest) > blocks.num_blocks:
+        longest, blocks = sequence.max_total_tokens, self.block_manager
+        if longest > self.config.max_model_len or blocks.blocks_for(longest) > blocks.num_blocks:
             sequence.finish_reason = FinishReason.KV_NEVER_FITS
             return False
         if self.config.order == "longest":
@@ -108,8 +107,6 @@ class Scheduler:
         budget, num_preempted = self._schedule_running(budget, decodes, prefills)
         if not num_preempted:  # blocks just ran out: admitting now would only preempt again
             self._admit(budget, prefills)
-        if self.config.batching == "static" and prefills:
-            decodes = []  # the batch starts together: nobody decodes until every prompt is read
         output = SchedulerOutput(decodes, [1] * len(decodes), len(decodes), num_preempted)
         for sequence, num_tokens in prefills:
             output.sequences.append(sequence)
@@ -122,9 +119,11 @@ class Scheduler:
         """Give every running sequence its tokens, preempting from the back when blocks run out."""
         allocate, capacity = self.block_manager.allocate, self.block_manager.capacity
         num_preempted = 0
+        # A static batch starts together: nobody decodes until every prompt is read.
+        starting = self.config.batching == "static" and any(s.num_tokens - s.num_computed_tokens > 1 for s in self.running)
         # A decode token each comes first, so that a long prefill never stalls the others (stall-free batching,
         # Sarathi-Serve, arXiv 2403.02310).
-        for sequence in list(self.running):
+        for sequence in [] if starting else list(self.running):
             if sequence.slot < 0:
                 continue  # preempted for an earlier sequence in this very loop
             num_tokens = sequence.num_tokens
@@ -147,9 +146,10 @@ class Scheduler:
 
     def _admit(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
         """Fill free slots from the queue. Blocks for all known tokens are taken at once: a prefill never gets stuck."""
-        if self.config.batching == "static" and self.running:
+        static = self.config.batching == "static"
+        if static and self.running:
             return
-        while self._waiting and self._free_slots and budget > 0:
+        while self._waiting and self._free_slots and (budget > 0 or static):
             sequence = self._waiting[0]
             slot = self._free_slots[0]
             if not self._has_room(sequence.num_tokens) or not self.block_manager.allocate(slot, sequence.num_tokens):
@@ -159,8 +159,9 @@ class Scheduler:
             sequence.slot = slot
             self.running.append(sequence)
             num_tokens = min(sequence.num_tokens, budget)
-            prefills.append((sequence, num_tokens))
-            budget -= num_tokens
+            if num_tokens:  # a static batch is admitted whole, and its prompts are read as the budget allows
+                prefills.append((sequence, num_tokens))
+                budget -= num_tokens
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether admitting leaves the running sequences a block in four to grow into; else they preempt each other."""

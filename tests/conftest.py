@@ -1,0 +1,21 @@
+"""Shared set-up: no network, one clean environment per test, and the known-answer model built once."""
+
+import os
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def chain_model(tmp_path_factory):
+    from tests.chain import build_chain_model
+
+    return build_chain_model(tmp_path_factory.mktemp("models") / "chain")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("CBGEN_") and name != "CBGEN_CACHE"]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,377 @@
+"""Files to rows: forms and compression, positions to resume from, bad rows in their place, whole files refused."""
+
+import gzip
+import io
+import json
+import random
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
+from cbgen.errors import InputError
+from cbgen.records import Position, Row
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def jsonl(first: int, count: int) -> bytes:
+    return b"".join(b'{"prompt":"row %d"}\n' % number for number in range(first, first + count))
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def write_parquet(path: Path, count: int, group: int) -> str:
+    pq.write_table(pa.table({"prompt": [f"row {number}" for number in range(count)]}), path, row_group_size=group)
+    return str(path)
+
+
+def read(*paths: str, start: Position = Position(), first_index: int = 0) -> list[Row]:
+    return list(read_rows(check_inputs(paths), start, first_index))
+
+
+def prompts(rows: list[Row]) -> list[Any]:
+    return [row.columns.get("prompt") for row in rows]
+
+
+def expected(count: int) -> list[str]:
+    return [f"row {number}" for number in range(count)]
+
+
+def put_on_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(data))))
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_gives_one_row_per_line(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "in.jsonl", jsonl(0, 3)))
+
+    assert prompts(rows) == expected(3)
+    assert [row.index for row in rows] == [0, 1, 2]
+    assert [row.place for row in rows] == [f"in.jsonl line {number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_compressed_file_of_several_frames_is_read_whole(tmp_path: Path, compress: Any) -> None:
+    data = jsonl(0, 100)
+    frames = [compress(data[:777]), compress(data[777:1500]), compress(data[1500:])]
+
+    assert prompts(read(write(tmp_path / "in", b"".join(frames)))) == expected(100)
+
+
+def test_parquet_of_several_row_groups_is_read_in_order(tmp_path: Path) -> None:
+    rows = read(write_parquet(tmp_path / "in.parquet", 1000, 300))
+
+    assert prompts(rows) == expected(1000)
+    assert rows[-1].place == "in.parquet row 1000"
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.gz", "in.zst", "in.parquet", "in.txt"])
+def test_first_bytes_decide_what_a_file_is_not_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+
+    assert prompts(read(write(path, jsonl(0, 3)))) == expected(3)
+    assert prompts(read(write(path, gzip.compress(jsonl(0, 3))))) == expected(3)
+    assert prompts(read(write(path, zstd(jsonl(0, 3))))) == expected(3)
+    assert prompts(read(write_parquet(path, 3, 2))) == expected(3)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(b""), b"\xef\xbb\xbf"])
+def test_file_without_rows_gives_none(tmp_path: Path, data: bytes) -> None:
+    assert read(write(tmp_path / "in", data)) == []
+
+
+def test_empty_parquet_gives_no_rows(tmp_path: Path) -> None:
+    assert read(write_parquet(tmp_path / "in", 0, 5)) == []
+
+
+def test_several_files_are_numbered_through(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / "a.jsonl", jsonl(0, 2)),
+        write(tmp_path / "b.jsonl", b"\n"),
+        write(tmp_path / "c.gz", gzip.compress(jsonl(2, 2))),
+        write(tmp_path / "d.jsonl", jsonl(4, 1)),
+    ]
+
+    rows = read(*paths)
+
+    assert prompts(rows) == expected(5)
+    assert [row.index for row in rows] == list(range(5))
+    assert [row.place for row in rows][2:] == ["c.gz line 1", "c.gz line 2", "d.jsonl line 1"]
+
+
+def test_row_longer_than_a_block_is_read_whole(tmp_path: Path) -> None:
+    long = "x" * (3 << 20)
+
+    rows = read(write(tmp_path / "in.jsonl", json.dumps({"prompt": long}).encode() + b"\n" + jsonl(1, 1)))
+
+    assert prompts(rows) == [long, "row 1"]
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet"])
+def test_reading_from_any_position_gives_the_same_tail(tmp_path: Path, kind: str) -> None:
+    data = b"\xef\xbb\xbf\n" + jsonl(0, 3) + b"\r\n \n[1]\n" + jsonl(3, 8).replace(b"\n", b"\r\n") + b'{"prompt": 1}'
+    encoders: dict[str, Any] = {"jsonl": bytes, "gzip": gzip.compress, "zstd": zstd}
+    paths = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        paths.append(write_parquet(path, 17, 5) if kind == "parquet" else write(path, encoders[kind](data)))
+    rows = read(*paths)
+
+    for k, row in enumerate(rows):
+        assert read(*paths, start=row.next_position, first_index=k + 1) == rows[k + 1 :]
+    assert len(rows) > 20
+
+
+def test_parquet_batches_that_straddle_row_groups_resume_exactly(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "in", 1500, 700)
+    rows = read(path)
+    rng = random.Random(0)
+
+    for k in [0, 255, 256, 699, 700, 701, 1398, 1399, 1400, 1499, *rng.sample(range(1500), 5)]:
+        assert read(path, start=rows[k].next_position, first_index=k + 1) == rows[k + 1 :]
+
+
+def test_position_counts_physical_lines(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "in.jsonl", b"\n\n" + jsonl(0, 1) + b"\n" + jsonl(1, 1)))
+
+    assert [row.next_position.line for row in rows] == [3, 5]
+
+
+def test_checksum_is_of_the_line_and_changes_with_it(tmp_path: Path) -> None:
+    (row,) = read(write(tmp_path / "in.jsonl", b'{"prompt": "a"}\r\n'))
+    (same,) = read(write(tmp_path / "in.gz", gzip.compress(b'\n{"prompt": "a"}')))
+    (other,) = read(write(tmp_path / "in.jsonl", b'{"prompt": "b"}\n'))
+
+    assert row.checksum == same.checksum == zlib.crc32(b'{"prompt": "a"}')
+    assert row.checksum != other.checksum
+
+
+def test_checksum_of_a_parquet_row_changes_with_any_of_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "a"], "other": [1, 2]}), path)
+
+    first, second = read(str(path))
+
+    assert first.checksum != second.checksum
+
+
+# -- bad rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_bad_rows_become_errors_in_their_place_with_physical_line_numbers(tmp_path: Path) -> None:
+    lines = [b"", b'{"prompt":"row 0"}', b"", b"{oops}", b'{"a":"\xff"}', b"[1]", b"null", b'"x"', b'{"prompt":"row 1"}']
+
+    rows = read(write(tmp_path / "in.jsonl", b"\n".join(lines)))
+
+    assert [row.error and row.error.code for row in rows] == [
+        None, "invalid_json", "invalid_utf8", "not_an_object", "not_an_object", "not_an_object", None,
+    ]  # fmt: skip
+    assert [row.index for row in rows] == list(range(7))
+    messages = [row.error.message for row in rows if row.error]
+    assert [message.split(": ")[0] for message in messages] == [f"in.jsonl line {n}" for n in (4, 5, 6, 7, 8)]
+
+
+def test_invalid_utf8_message_names_the_byte(tmp_path: Path) -> None:
+    (row,) = read(write(tmp_path / "in.jsonl", b'{"a":"\xff"}\n'))
+
+    assert row.error is not None
+    assert "byte 7" in row.error.message
+
+
+def test_not_an_object_message_names_the_kind(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "in.jsonl", b"3\nnull\n"))
+
+    assert [row.error and row.error.message.rsplit(" ", 1)[1] for row in rows] == ["int", "null"]
+
+
+@pytest.mark.parametrize(("end", "says_cut"), [(b"", True), (b"\n", False)])
+def test_bad_last_line_is_called_cut_off_only_without_a_line_end(tmp_path: Path, end: bytes, says_cut: bool) -> None:
+    rows = read(write(tmp_path / "in.jsonl", jsonl(0, 1) + b'{"prompt": "a' + end))
+
+    assert rows[1].error is not None
+    assert ("cut off" in rows[1].error.message) is says_cut
+
+
+def test_deeply_nested_row_does_not_end_the_run(tmp_path: Path) -> None:
+    deep = b'{"a":' + b"[" * 1010 + b"12345678901234567890" + b"]" * 1010 + b"}\n"
+
+    rows = read(write(tmp_path / "in.jsonl", jsonl(0, 1) + deep + jsonl(1, 1)))
+
+    assert [rows[0].columns["prompt"], rows[2].columns["prompt"]] == expected(2)
+
+
+def test_parquet_text_that_is_not_utf8_fails_its_row_only(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(b"".join(number.to_bytes(4, "little") for number in (0, 1, 2, 3)))
+    table = pa.table({"prompt": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))})
+    pq.write_table(table, tmp_path / "in.parquet")
+
+    rows = read(str(tmp_path / "in.parquet"))
+
+    assert [row.columns.get("prompt") for row in rows] == ["a", None, "c"]
+    assert [row.error and row.error.code for row in rows] == [None, "invalid_utf8", None]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([1_700_000_000_123_456_789], pa.timestamp("ns")),
+        pa.array([1_700_000_000_123_456_789], pa.timestamp("ns", "UTC")),
+        pa.array([[1_700_000_000_123_456_789]], pa.list_(pa.timestamp("ns"))),
+        pa.array([{"t": 1_700_000_000_123_456_789}], pa.struct([("t", pa.timestamp("ns"))])),
+        pa.array([1], pa.duration("ns")),
+        pa.array([1], pa.time64("ns")),
+        pa.array([10**18], pa.timestamp("us")),  # year 33658
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_parquet_value_that_python_has_no_type_for_does_not_end_the_run(tmp_path: Path, array: pa.Array) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "extra": array}), tmp_path / "in.parquet")
+
+    (row,) = read(str(tmp_path / "in.parquet"))
+
+    assert row.columns["prompt"] == "a"
+
+
+# -- whole files refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+@pytest.mark.parametrize("keep", [0.3, 0.7, 0.98])
+def test_torn_compressed_file_is_an_input_error_not_a_short_input(tmp_path: Path, compress: Any, keep: float) -> None:
+    whole = compress(jsonl(0, 50)) + compress(jsonl(50, 50))
+    path = write(tmp_path / "in", whole[: int(len(whole) * keep)])
+
+    with pytest.raises(InputError, match=r"in: cannot be read past row \d+"):
+        read(path)
+
+
+def test_broken_parquet_is_an_input_error(tmp_path: Path) -> None:
+    path = Path(write_parquet(tmp_path / "in.parquet", 100, 10))
+    path.write_bytes(path.read_bytes()[:-20])
+
+    with pytest.raises(InputError, match=r"in\.parquet: cannot be read past row 0"):
+        read(str(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_refused_with_the_way_out(tmp_path: Path, encoding: str) -> None:
+    path = write(tmp_path / "in.jsonl", '{"prompt": "a"}\n'.encode(encoding))
+
+    with pytest.raises(InputError, match=r"UTF-16.*iconv"):
+        check_inputs((path,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'[{"prompt":"a"},{"prompt":"b"}]', b'\xef\xbb\xbf [\n  {"prompt":"a"}\n]\n', b'[{"prompt":"a"},\n{"prompt":"b"}]'],
+)
+def test_json_array_is_refused_with_the_way_out(tmp_path: Path, text: bytes) -> None:
+    with pytest.raises(InputError, match=r"JSON array.*jq -c"):
+        check_inputs((write(tmp_path / "in.json", text),))
+
+
+def test_first_line_that_is_a_list_is_a_bad_row_not_a_bad_file(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "in.jsonl", b"[1, 2]\n" + jsonl(1, 1)))
+
+    assert [row.error and row.error.code for row in rows] == ["not_an_object", None]
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*nowhere\.jsonl: No such file"):
+        check_inputs((str(tmp_path / "nowhere.jsonl"),))
+
+
+def test_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a directory"):
+        check_inputs((str(tmp_path),))
+
+
+# -- stdin ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstd])
+def test_stdin_is_read_from_its_first_byte(monkeypatch: pytest.MonkeyPatch, compress: Any) -> None:
+    put_on_stdin(monkeypatch, compress(jsonl(0, 5000)))
+
+    rows = read(STDIN)
+
+    assert prompts(rows) == expected(5000)
+    assert rows[0].place == "stdin line 1"
+
+
+def test_stdin_resumes_by_skipping_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_stdin(monkeypatch, jsonl(0, 100))
+    position = read(STDIN)[60].next_position
+    put_on_stdin(monkeypatch, jsonl(0, 100))
+
+    rows = read(STDIN, start=position, first_index=61)
+
+    assert prompts(rows) == expected(100)[61:]
+    assert rows[0].place == "stdin line 62"
+
+
+def test_stdin_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="only once"):
+        check_inputs((STDIN, STDIN))
+
+
+def test_parquet_on_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_stdin(monkeypatch, b"PAR1...")
+
+    with pytest.raises(InputError, match="give its path"):
+        check_inputs((STDIN,))
+
+
+@pytest.mark.parametrize("text", [b'[{"prompt":"a"}]', '{"prompt":"a"}'.encode("utf-16")])
+def test_stdin_is_checked_like_a_file(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    put_on_stdin(monkeypatch, text)
+
+    with pytest.raises(InputError, match="convert it"):
+        check_inputs((STDIN,))
+
+
+# -- how far ----------------------------------------------------------------------------------------------------------
+
+
+def test_input_fraction_grows_from_zero_to_one(tmp_path: Path) -> None:
+    paths = (write(tmp_path / "a", jsonl(0, 10)), write_parquet(tmp_path / "b", 10, 3), write(tmp_path / "c", jsonl(0, 9)))
+    sources = check_inputs(paths)
+
+    fractions = [input_fraction(sources, row.next_position) for row in read_rows(sources)]
+
+    assert input_fraction(sources, Position()) == 0
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
+
+
+def test_input_fraction_of_a_compressed_file_or_stdin_is_unknown(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.gz", gzip.compress(jsonl(0, 10)))
+
+    assert input_fraction(check_inputs((path,)), Position()) is None
+    assert input_fraction([Source(STDIN, "jsonl")], Position()) is None
+
+
+def test_signature_changes_when_the_file_does(tmp_path: Path) -> None:
+    (source,) = check_inputs((write(tmp_path / "in", jsonl(0, 2)),))
+    before = source.signature()
+
+    assert source.signature() == before
+    write(tmp_path / "in", jsonl(0, 3))
+    assert source.signature() != before

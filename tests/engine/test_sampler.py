@@ -1,0 +1,141 @@
+"""The sampler: each row alone gives what it gives in company, and draws follow the truncated distribution."""
+
+import numpy as np
+import pytest
+import torch
+
+from cbgen.engine.sampler import Sampler, uniforms
+from cbgen.params import SamplingParams
+from tests.engine.test_scheduler import make_sequence
+
+VOCAB = 50
+
+
+def make_row(index=0, num_output=0, **params):
+    sequence = make_sequence(index, 2, 100, params=SamplingParams(**params), random_stream=(3, index, 0))
+    sequence.output_token_ids = list(range(num_output))
+    return sequence
+
+
+def make_logits(num_rows, seed=0):
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def kept_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
+    """The set of ids that truncation keeps, computed one id at a time."""
+    logits = logits.double() / temperature
+    order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    order = order[: top_k or len(order)]
+    weight = {i: float(torch.exp(logits[i] - logits.max())) for i in order}
+    order = [i for i in order if weight[i] >= min_p * max(weight.values())]
+    total, mass, kept = sum(weight[i] for i in order), 0.0, []
+    for i in order:
+        if mass >= top_p * total and kept:
+            break
+        kept.append(i)
+        mass += weight[i]
+    return set(kept)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 10, "top_p": 0.7, "min_p": 0.05, "temperature": 0.5}],
+    ids=str,
+)
+def test_draws_come_from_the_kept_set_and_reach_all_of_it(params):
+    logits = make_logits(1)
+    rows = [make_row(index, **{"temperature": 1.0, **params}) for index in range(3000)]
+    drawn = set(Sampler().sample(logits.expand(3000, -1).clone(), rows))
+    assert drawn == kept_by_hand(logits[0], **params)
+
+
+def test_frequencies_match_the_softmax():
+    logits = make_logits(1)
+    rows = [make_row(index, temperature=1.3) for index in range(20_000)]
+    drawn = torch.tensor(Sampler().sample(logits.expand(20_000, -1).clone(), rows))
+    observed = torch.bincount(drawn, minlength=VOCAB) / 20_000
+    expected = torch.softmax(logits[0] / 1.3, dim=-1)
+    assert float((observed - expected).abs().sum()) < 0.04
+
+
+def test_a_row_draws_the_same_alone_and_in_any_company():
+    mixes = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 0.7}]
+    mixes += [{"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.1, "seed": 9}]
+    rows = [make_row(index, num_output=index % 5, **mixes[index % len(mixes)]) for index in range(60)]
+    logits = make_logits(60)
+    together = Sampler().sample(logits.clone(), rows)
+    alone = [Sampler().sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    backwards = Sampler().sample(logits.flip(0).clone(), rows[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_a_wide_nucleus_needs_more_than_the_prefilter():
+    logits = torch.zeros(1, 5000)
+    rows = [make_row(index, temperature=1.0, top_p=0.9) for index in range(4000)]
+    drawn = Sampler().sample(logits.expand(4000, -1).clone(), rows)
+    assert 1024 < max(drawn) < 4501
+
+
+def test_top_k_one_of_two_equal_logits_is_one_token():
+    logits = torch.zeros(1, VOCAB)
+    rows = [make_row(index, temperature=1.0, top_k=1) for index in range(100)]
+    assert set(Sampler().sample(logits.expand(100, -1).clone(), rows)) == {0}
+
+
+def test_greedy_is_the_argmax_of_the_raw_logits():
+    logits = make_logits(8)
+    assert Sampler().sample(logits.clone(), [make_row(i) for i in range(8)]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_bad_logits_is_none_and_harms_no_other(value, temperature):
+    logits = make_logits(3)
+    rows = [make_row(index, temperature=temperature) for index in range(3)]
+    clean = Sampler().sample(logits.clone(), rows)
+    logits[1, 4] = value
+    assert Sampler().sample(logits, rows) == [clean[0], None, clean[2]]
+
+
+def test_min_tokens_masks_every_stop_id_and_only_until_then():
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 4], logits[:, 9], logits[:, 2] = 9.0, 8.0, 7.0
+    early, late = (make_row(i, num_output=n, min_tokens=3) for i, n in enumerate((2, 3)))
+    early.stop_token_ids = late.stop_token_ids = frozenset({4, 9})
+    assert Sampler().sample(logits, [early, late]) == [2, 4]
+
+
+def test_repetition_penalty_counts_prompt_and_output_of_its_own_row_only():
+    logits = torch.full((2, VOCAB), -1.0)
+    logits[:, 7], logits[:, 0] = 1.9, 2.0
+    penalized, plain = make_row(0, num_output=1, repetition_penalty=1.5), make_row(1, num_output=1)
+    assert Sampler().sample(logits.clone(), [penalized, plain]) == [7, 0]
+
+
+def test_uniforms_are_a_pure_function_spread_over_the_unit_interval():
+    rows = [make_row(index % 100, num_output=index // 100) for index in range(10_000)]
+    first, second = uniforms(rows), uniforms(rows[::-1])[::-1]
+    assert np.array_equal(first, second)
+    assert len(np.unique(first)) == 10_000
+    assert abs(first.mean() - 0.5) < 0.01
+    assert np.histogram(first, bins=10, range=(0, 1))[0].min() > 900
+
+
+def test_the_first_uniforms_never_change():
+    """Outputs made with a seed must be reproducible by later versions, so the generator is part of the contract."""
+    assert uniforms([make_row(0), make_row(1, num_output=4)]).tolist() == [
+        0.8367955706748803,
+        _splitmix_in_python([3, 1, 0, 4]),
+    ]
+    assert _splitmix_in_python([3, 0, 0, 0]) == 0.8367955706748803
+
+
+def _splitmix_in_python(words):
+    """The same mixer in exact integers: no numpy, no wrap-around surprises."""
+    mask, state = 2**64 - 1, 0
+    for word in words:
+        state = (state + 0x9E3779B97F4A7C15 + word) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
