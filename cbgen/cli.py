@@ -35,15 +35,16 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """Lists options by group, in the order in which the groups first appear."""
+    """Lists options by group, in the order in which the groups first appear; what has none comes last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
+        others: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
-        for name, records in groups.items():
+            if record is not None and isinstance(param, click.Option):
+                (groups.setdefault(param.group, []) if isinstance(param, GroupedOption) else others).append(record)
+        for name, records in [*groups.items(), ("Other", others)]:
             with formatter.section(name):
                 formatter.write_dl(records)
 

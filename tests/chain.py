@@ -48,7 +48,9 @@ def build_chain_model(directory: Path, *, context: int = CONTEXT, generation: di
         spelled[token] = _spell(token, alphabet)
         vocab.setdefault(spelled[token], len(vocab))
     _save_tokenizer(directory, vocab, context)
-    _save_weights(directory, vocab, {spelled[a]: [spelled[b] for b in bs] for a, bs in rules.items()}, context, generation)
+    _save_weights(
+        directory, vocab, {spelled[a]: [spelled[b] for b in bs] for a, bs in rules.items()}, context, generation
+    )
     return directory
 
 

@@ -56,9 +56,7 @@ class ByteTokenizer:
 
         template = jinja2.Environment().from_string(chat_template or self.chat_template or "")
         bos_token = "<s>" if self.bos_token_id is not None else ""
-        return template.render(
-            messages=conversation, bos_token=bos_token, raise_exception=raise_exception, **kwargs
-        )
+        return template.render(messages=conversation, bos_token=bos_token, raise_exception=raise_exception, **kwargs)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         special = {BOS: b"<s>", EOS: b"</s>"}

@@ -120,7 +120,9 @@ class Scheduler:
         allocate, capacity = self.block_manager.allocate, self.block_manager.capacity
         num_preempted = 0
         # A static batch starts together: nobody decodes until every prompt is read.
-        starting = self.config.batching == "static" and any(s.num_tokens - s.num_computed_tokens > 1 for s in self.running)
+        starting = self.config.batching == "static" and any(
+            s.num_tokens - s.num_computed_tokens > 1 for s in self.running
+        )
         # A decode token each comes first, so that a long prefill never stalls the others (stall-free batching,
         # Sarathi-Serve, arXiv 2403.02310).
         for sequence in [] if starting else list(self.running):

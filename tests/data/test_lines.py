@@ -11,7 +11,19 @@ import pytest
 
 from cbgen.data.lines import BYTE_ORDER_MARK, Line, dumps, loads, split_lines
 
-_PIECES = [b"a", b"\xef\xbb\xbf", "\u2028".encode(), "\u0085".encode(), b"\r", b"\n", b"\r\n", b" ", b"\t", b"{}", b"\v"]
+_PIECES = [
+    b"a",
+    b"\xef\xbb\xbf",
+    "\u2028".encode(),
+    "\u0085".encode(),
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b" ",
+    b"\t",
+    b"{}",
+    b"\v",
+]
 
 
 def random_bytes(seed: int) -> bytes:
@@ -135,9 +147,9 @@ def test_nan_is_null_beside_an_integer_beyond_64_bits_too() -> None:
     assert dumps({"a": 2**70, "b": math.nan}) == b'{"a":%d,"b":null}' % 2**70
 
 
-@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b'[-Infinity,12345678901234567890]', b"[1e999]"])
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"[-Infinity,12345678901234567890]", b"[1e999]"])
 def test_nan_and_infinity_are_not_read(text: bytes) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match="line 1 column"):
         loads(text)
 
 
@@ -159,7 +171,7 @@ def test_surrogate_pair_is_one_character() -> None:
 
 @pytest.mark.parametrize("text", [b'"\xff"', b'["\xc3", 12345678901234567890]', b"\xff"])
 def test_invalid_utf8_is_a_value_error(text: bytes) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"UTF-8|utf-8"):
         loads(text)
 
 

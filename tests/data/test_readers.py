@@ -176,7 +176,17 @@ def test_checksum_of_a_parquet_row_changes_with_any_of_its_columns(tmp_path: Pat
 
 
 def test_bad_rows_become_errors_in_their_place_with_physical_line_numbers(tmp_path: Path) -> None:
-    lines = [b"", b'{"prompt":"row 0"}', b"", b"{oops}", b'{"a":"\xff"}', b"[1]", b"null", b'"x"', b'{"prompt":"row 1"}']
+    lines = [
+        b"",
+        b'{"prompt":"row 0"}',
+        b"",
+        b"{oops}",
+        b'{"a":"\xff"}',
+        b"[1]",
+        b"null",
+        b'"x"',
+        b'{"prompt":"row 1"}',
+    ]
 
     rows = read(write(tmp_path / "in.jsonl", b"\n".join(lines)))
 
@@ -280,7 +290,11 @@ def test_utf16_is_refused_with_the_way_out(tmp_path: Path, encoding: str) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    [b'[{"prompt":"a"},{"prompt":"b"}]', b'\xef\xbb\xbf [\n  {"prompt":"a"}\n]\n', b'[{"prompt":"a"},\n{"prompt":"b"}]'],
+    [
+        b'[{"prompt":"a"},{"prompt":"b"}]',
+        b'\xef\xbb\xbf [\n  {"prompt":"a"}\n]\n',
+        b'[{"prompt":"a"},\n{"prompt":"b"}]',
+    ],
 )
 def test_json_array_is_refused_with_the_way_out(tmp_path: Path, text: bytes) -> None:
     with pytest.raises(InputError, match=r"JSON array.*jq -c"):
@@ -351,7 +365,11 @@ def test_stdin_is_checked_like_a_file(monkeypatch: pytest.MonkeyPatch, text: byt
 
 
 def test_input_fraction_grows_from_zero_to_one(tmp_path: Path) -> None:
-    paths = (write(tmp_path / "a", jsonl(0, 10)), write_parquet(tmp_path / "b", 10, 3), write(tmp_path / "c", jsonl(0, 9)))
+    paths = (
+        write(tmp_path / "a", jsonl(0, 10)),
+        write_parquet(tmp_path / "b", 10, 3),
+        write(tmp_path / "c", jsonl(0, 9)),
+    )
     sources = check_inputs(paths)
 
     fractions = [input_fraction(sources, row.next_position) for row in read_rows(sources)]

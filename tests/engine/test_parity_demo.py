@@ -1,6 +1,9 @@
-"""The demo model in float32 against `transformers.generate`. `make parity` runs the whole matrix, `make test` a part."""
+"""The demo model in float32 against `transformers.generate`; `make parity` runs the whole matrix, `make test` a part."""
+
+import sys
 
 import pytest
+import torch
 import transformers
 
 from cbgen.engine.kv_cache import bytes_per_block
@@ -9,9 +12,10 @@ from cbgen.engine.model_files import conversion_directory, find_model
 from tests.engine import parity
 
 TOPICS = (
-    "rain, bread, bridges, sparrows, maps, glass, tides, clocks, salt, moss, trains, paper, bees, chess, wells, kites, "
-    "snow, copper, gardens, letters, owls, tea, stars, wool, ferries, apples, lanterns, rivers, ink, stairs, drums, sand"
-).split(", ")
+    "rain", "bread", "bridges", "sparrows", "maps", "glass", "tides", "clocks", "salt", "moss", "trains", "paper", "bees",
+    "chess", "wells", "kites", "snow", "copper", "gardens", "letters", "owls", "tea", "stars", "wool", "ferries",
+    "apples", "lanterns", "rivers", "ink", "stairs", "drums", "sand",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +23,6 @@ def demo():
     """Directory of the converted model, and the model loaded for our engine."""
     files = find_model("demo")
     tokenizer = load_tokenizer(files)
-    import torch
-
     loaded = load_model(files, dtype="float32", device=torch.device("cpu"), eos_token_id=None)
     return conversion_directory(files), tokenizer, loaded
 
@@ -48,7 +50,8 @@ def _check(demo, num_rows, num_tokens, engines):
             engine |= {"max_model_len": blocks * 16, "kv_cache_memory": blocks * block_bytes}
         answers = parity.generate(loaded, prompts[::-1] if backwards else prompts, num_tokens, **engine)
         found = parity.compare(expected, answers[::-1] if backwards else answers)
-        print(f"{engine}: {len(found.wrong)} wrong, {found.num_ties} ties, {parity.generate.preemptions} preemptions")
+        counts = f"{len(found.wrong)} wrong, {found.num_ties} ties, {parity.generate.preemptions} preemptions"
+        sys.stdout.write(f"{engine}: {counts}\n")
         assert found.wrong == []
         assert "kv_cache_memory" not in engine or parity.generate.preemptions > 0
 

@@ -43,7 +43,7 @@ def run_step(scheduler, token_id=7):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_ends_with_its_own_length_under_random_limits(seed):
-    """Slots, budget and blocks at random, often too few: nothing is lost, nothing runs twice, limits hold at each step."""
+    """Slots, budget and blocks at random, often too few: nothing is lost or run twice, limits hold at each step."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 16])
     max_num_seqs = rng.randint(1, 6)

@@ -1,0 +1,126 @@
+"""`cbgen simulate`: the figures of the reference examples, to the last digit, and the pictures drawn from them."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from cbgen.bench.simulate import (
+    Workload,
+    format_report,
+    format_timelines,
+    parse_numbers,
+    render_svg,
+    row_name,
+    simulate,
+    simulate_policies,
+)
+from cbgen.cli import main
+
+
+def make_workload(lengths, slots=4, step_ms=50.0, **changes):
+    values = {"prompt_lengths": [1] * len(lengths), "arrivals_ms": [0.0] * len(lengths), **changes}
+    return Workload(lengths=lengths, slots=slots, step_ms=step_ms, **values)
+
+
+FIVE_ROWS = [100, 20, 50, 200, 30]
+ALTERNATING = [20, 200] * 50
+
+
+def test_five_rows_static_and_continuous():
+    workload = make_workload(FIVE_ROWS)
+    static, continuous = simulate(workload, "static"), simulate(workload, "continuous")
+    assert (static.num_steps, static.total_ms) == (230, 11_500)
+    assert (continuous.num_steps, continuous.total_ms) == (200, 10_000)
+    assert static.response_ms == [5_000, 1_000, 2_500, 10_000, 11_500]
+    assert continuous.response_ms == [5_000, 1_000, 2_500, 10_000, 2_500]
+    assert (static.mean_response_ms, continuous.mean_response_ms) == (6_000, 4_200)
+    row_e = next(span for span in continuous.spans if span.row == 4)
+    assert (row_e.start_ms, row_e.end_ms) == (20 * 50, 50 * 50)
+
+
+def test_alternating_rows_static_continuous_ideal_and_longest_first():
+    workload = make_workload(ALTERNATING)
+    static, continuous, longest = simulate_policies(workload)
+    assert (static.num_steps, static.total_ms, round(static.tokens_per_second)) == (5_000, 250_000, 44)
+    assert (continuous.num_steps, continuous.total_ms, round(continuous.tokens_per_second)) == (2_840, 142_000, 77)
+    assert (longest.num_steps, longest.total_ms) == (2_760, 138_000)
+    assert workload.ideal_steps == 2_750
+
+
+def test_the_command_prints_both_tables(capsys):
+    main(["simulate", "--slots", "4", "--step-ms", "50", "--lengths", "100,20,50,200,30"])
+    first = capsys.readouterr().out
+    for text in ("11.5 s (230 steps)", "10.0 s (200 steps)", "6.0 s", "4.2 s", "row E answers 4.6x sooner"):
+        assert text in first
+    main(["simulate", "--slots", "4", "--step-ms", "50", "--lengths", "(20,200)*50"])
+    second = capsys.readouterr().out
+    for text in ("250.0 s (5,000 steps)", "142.0 s (2,840 steps)", "138.0 s (2,760 steps)", "44 tok/s", "77 tok/s"):
+        assert text in second
+    assert "ideal (no slot ever idle): 2,750 steps, 137.5 s, 80 tok/s, 1.8x static" in second
+
+
+def test_arrivals_delay_a_row_and_an_idle_machine_waits_for_it():
+    workload = make_workload([10, 10], slots=2, arrivals_ms=[0.0, 2_000.0])
+    result = simulate(workload, "continuous")
+    assert (result.num_steps, result.total_ms, result.response_ms) == (20, 2_500, [500, 500])
+
+
+def test_prefill_costs_time_when_it_has_a_price():
+    workload = make_workload([10], prompt_lengths=[100], prefill_ms_per_token=0.5)
+    assert simulate(workload, "continuous").total_ms == 10 * 50 + 100 * 0.5
+
+
+def test_timelines_show_each_slot_and_where_it_idles():
+    static, continuous, _ = simulate_policies(make_workload(FIVE_ROWS))
+    lines = format_timelines([static, continuous], 4, width=23)  # half a second per character
+    assert lines[1] == "  slot 0  |AAAAAAAAAA..........EEE|"
+    assert lines[7] == "  slot 1  |BBEEE...............   |"
+
+
+def test_the_svg_is_xml_with_every_row(tmp_path):
+    simulations = simulate_policies(make_workload(FIVE_ROWS))
+    root = ElementTree.fromstring(render_svg(simulations, 4))
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 15
+    assert "row E: 1.00 to 2.50 s" in titles
+    main(["simulate", "--lengths", "5,5", "--svg", str(tmp_path / "slots.svg")])
+    assert (tmp_path / "slots.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("1,2,3", [1, 2, 3]),
+        ("(20,200)*2", [20, 200, 20, 200]),
+        ("5*3, 1", [5, 5, 5, 1]),
+        ("(1,2)*2,9", [1, 2, 1, 2, 9]),
+    ],
+)
+def test_lengths_as_people_type_them(text, numbers):
+    assert parse_numbers(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["x", "1,,2", "(1,2", "1;2", "1.2.3"])
+def test_lengths_that_make_no_sense_are_refused(text, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", "--lengths", text])
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--slots", "0"), ("--arrivals", "1,2,3"), ("--step-ms", "0")])
+def test_settings_out_of_range_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", "--lengths", "5,5", *arguments])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("cbgen: ")
+
+
+def test_report_leaves_out_single_rows_when_there_are_many():
+    workload = make_workload(ALTERNATING)
+    assert not re.search(r"response A", format_report(workload, simulate_policies(workload)))
+
+
+def test_row_names_go_on_past_z():
+    assert [row_name(i) for i in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]

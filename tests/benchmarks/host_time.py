@@ -1,0 +1,69 @@
+"""Host time of one step at 256 running sequences: schedule, build input, update: `make bench-host`.
+
+No model runs; every sequence is in decode with a context of 200 to 2,000 tokens, and one in 200 ends per step and is
+replaced, as in a real run.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.model_input import build_model_input
+from cbgen.engine.scheduler import Scheduler, SchedulerConfig
+from cbgen.engine.sequence import Sequence
+from cbgen.params import SamplingParams
+
+
+def make_sequence(index: int, rng: random.Random) -> Sequence:
+    num_prompt, num_output = rng.randint(100, 1800), rng.randint(50, 350)
+    return Sequence(
+        index=index,
+        prompt_token_ids=np.arange(num_prompt, dtype=np.int32),
+        params=SamplingParams(max_tokens=num_output),
+        max_total_tokens=num_prompt + num_output,
+        stop_token_ids=frozenset({2}),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seqs", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1500)
+    options = parser.parse_args()
+    rng = random.Random(0)
+    config = SchedulerConfig(max_num_seqs=options.seqs, max_num_batched_tokens=4096, max_model_len=4096)
+    blocks = BlockManager(options.seqs * 256, 16, options.seqs, 4096)
+    scheduler = Scheduler(config, blocks)
+    times: dict[str, list[float]] = {"schedule": [], "build input": [], "update": [], "together": []}
+    index = num_decodes = 0
+    for step in range(options.steps):
+        while scheduler.num_waiting < options.seqs:
+            scheduler.add(make_sequence(index, rng))
+            index += 1
+        started = time.perf_counter()
+        output = scheduler.schedule()
+        scheduled = time.perf_counter()
+        model_input = build_model_input(output, blocks)
+        built = time.perf_counter()
+        scheduler.update(output, [7] * len(model_input.sampling))
+        updated = time.perf_counter()
+        if step > options.steps // 3:  # the first steps fill the slots
+            num_decodes += output.num_decodes
+            phases = (scheduled - started, built - scheduled, updated - built, updated - started)
+            for values, seconds in zip(times.values(), phases, strict=True):
+                values.append(seconds * 1000)
+    sys.stdout.write(f"{num_decodes / max(len(times['together']), 1):.1f} decodes a step on average\n")
+    for name, values in times.items():
+        values.sort()
+        low, high = values[len(values) // 10], values[len(values) * 9 // 10]
+        spread = f"10-90% {low:.3f} - {high:.3f}"
+        sys.stdout.write(f"{name:<12} median {statistics.median(values):.3f} ms   {spread}   {len(values)} steps\n")
+
+
+if __name__ == "__main__":
+    main()

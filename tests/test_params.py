@@ -1,0 +1,150 @@
+"""Sampling parameters: what is in range, and how a row's overrides are read."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from cbgen.params import PARAM_NAMES, SamplingParams, merge_params
+
+BASE = SamplingParams(max_tokens=7, temperature=0.5, stop=("x",), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", [1, 10**9]),
+        ("min_tokens", [0, 5]),
+        ("temperature", [0.0, 1e-9, 100.0]),
+        ("top_k", [0, 1]),
+        ("top_p", [1e-9, 1.0]),
+        ("min_p", [0.0, 1.0]),
+        ("repetition_penalty", [0.5, 2.0]),
+        ("seed", [0, 2**63 - 1]),
+        ("stop", [(), ("a", "b")]),
+        ("stop_token_ids", [(), (0, 5)]),
+    ],
+)
+def test_values_in_range_are_taken(name: str, values: list[Any]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", [0, -1]),
+        ("min_tokens", [-1]),
+        ("temperature", [-0.1, math.inf, math.nan]),
+        ("top_k", [-2]),
+        ("top_p", [0.0, 1.01, math.nan]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("seed", [-1, 2**63]),
+        ("stop", [("",), ("a", "")]),
+        ("stop_token_ids", [(-1,), (3, -1)]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name_and_value(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name} must be") as refused:
+            SamplingParams(**{name: value})
+        assert repr(value) in str(refused.value)
+
+
+def test_only_temperature_zero_is_greedy() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=1e-9).is_greedy
+
+
+def test_params_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BASE.seed = 4  # type: ignore[misc]
+
+
+def test_as_dict_is_json_with_every_parameter() -> None:
+    assert tuple(json.loads(json.dumps(BASE.as_dict()))) == PARAM_NAMES
+
+
+# -- overrides --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [{}, {"temperature": None, "stop": None}])
+def test_nothing_given_is_the_base_itself(overrides: dict[str, Any]) -> None:
+    assert merge_params(BASE, overrides) is BASE
+
+
+def test_overrides_win_over_the_base_and_leave_the_rest() -> None:
+    assert merge_params(BASE, {"max_tokens": 9, "seed": None}) == dataclasses.replace(BASE, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("temperature", 1, 1.0),
+        ("max_tokens", 9.0, 9),
+        ("top_k", -1, 0),
+        ("top_k", 40, 40),
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", [], ()),
+        ("stop_token_ids", 5, (5,)),
+        ("stop_token_ids", [5, 6], (5, 6)),
+        ("ignore_eos", True, True),
+        ("seed", 2**63 - 1, 2**63 - 1),
+    ],
+)
+def test_one_value_may_be_spelled_in_several_ways(name: str, given: Any, taken: Any) -> None:
+    value = getattr(merge_params(BASE, {name: given}), name)
+
+    assert value == taken
+    assert type(value) is type(taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", "1", "must be a number"),
+        ("temperature", True, "must be a number"),
+        ("temperature", [1], "must be a number"),
+        ("max_tokens", 1.5, "must be a whole number"),
+        ("max_tokens", math.inf, "must be a whole number"),
+        ("max_tokens", math.nan, "must be a whole number"),
+        ("seed", "3", "must be a number"),
+        ("top_k", False, "must be a number"),
+        ("stop", 3, "a string or a list of strings"),
+        ("stop", ["a", 3], "a string or a list of strings"),
+        ("stop", {"a": 1}, "a string or a list of strings"),
+        ("stop_token_ids", True, "a list of token ids"),
+        ("stop_token_ids", [1, True], "a list of token ids"),
+        ("stop_token_ids", ["1"], "a list of token ids"),
+        ("stop_token_ids", 1.0, "a list of token ids"),
+        ("ignore_eos", 1, "true or false"),
+        ("skip_special_tokens", "yes", "true or false"),
+        ("max_tokens", 0, "at least 1"),
+        ("top_k", -2, "0 or -1"),
+    ],
+)
+def test_wrong_types_are_refused_by_name_and_value(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*{words}|^{name} {words}") as refused:
+        merge_params(BASE, {name: value})
+    assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", PARAM_NAMES)
+def test_every_parameter_refuses_an_object(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        merge_params(BASE, {name: {"a": 1}})
+
+
+def test_unknown_parameter_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown sampling parameter 'temprature'; known are max_tokens,.*temperature"
+    ):
+        merge_params(BASE, {"temprature": 1})
+
+
+def test_unknown_parameter_that_is_null_asks_for_nothing() -> None:
+    assert merge_params(BASE, {"temprature": None}) is BASE
