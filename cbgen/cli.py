@@ -310,6 +310,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
+    except OSError as error:  # a file or disk that failed where no one could say more
+        click.echo(f"cbgen: {error}; every committed row is safe, and the same command continues", err=True)
+        sys.exit(CbgenError.exit_code)
     except CbgenError as error:
         click.echo(f"cbgen: {error}", err=True)
         sys.exit(error.exit_code)

@@ -87,10 +87,13 @@ def _coerce(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, not {value!r}")
     if name in ("max_tokens", "min_tokens", "top_k", "seed"):
-        if value != int(value) if math.isfinite(value) else True:
+        if isinstance(value, float) and not value.is_integer():
             raise ValueError(f"{name} must be a whole number, not {value!r}")
         return 0 if (name, value) == ("top_k", -1) else int(value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is too large") from error
 
 
 def _strings(value: Any) -> tuple[str, ...]:

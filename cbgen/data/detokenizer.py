@@ -86,28 +86,30 @@ class StopStringMatcher:
         self._pending: list[int] = []
         self._num_tokens = 0
         self._num_settled = 0  # characters
+        self._num_seen = 0  # characters, those before half a character included
         self._tail = ""  # the last settled characters, as many as a stop string could begin in
 
     def __call__(self, token_id: int) -> bool:
         self._num_tokens += 1
         self._pending.append(token_id)
         text = self._detokenizer.text(self._context, self._pending, skip_special_tokens=self._skip_special_tokens)
-        if not text or text.endswith(_TORN):
-            return False
-        window = self._tail + text
+        visible = text.rstrip(_TORN)
+        window = self._tail + visible
         window_start = self._num_settled - len(self._tail)
         if self._num_tokens >= self._min_tokens:
             self.end = self._find(window, window_start)
-        self._num_settled += len(text)
-        self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
-        self._context = np.concatenate([self._context[-_TAIL:], np.array(self._pending, dtype=np.int32)])
-        self._pending = []
+        self._num_seen = self._num_settled + len(visible)
+        if text and visible == text:
+            self._num_settled += len(text)
+            self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
+            self._context = np.concatenate([self._context[-_TAIL:], np.array(self._pending, dtype=np.int32)])
+            self._pending = []
         return self.end is not None
 
     def _find(self, window: str, window_start: int) -> int | None:
         """The end of the text, in characters from the row's first one, for the stop string that begins first."""
-        settled = len(self._tail)  # a match must end in new text: what ended earlier was decided then
-        found = [(window.find(stop, max(0, settled - len(stop) + 1)), stop) for stop in self._stops]
+        seen = self._num_seen - window_start  # a match must end in new text: what ended earlier was decided then
+        found = [(window.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
         found = [(position, stop) for position, stop in found if position >= 0]
         if not found:
             return None

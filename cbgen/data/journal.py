@@ -3,7 +3,7 @@
 Output order is input order, so a row that overtook a long one has to wait. It waits here, on disk, and memory holds
 only where. Files are `wal-000000.jsonl`, ... in the sidecar directory; one record is one line:
 
-    <index> <crc32 of the rest> <row checksum> <error code or -> <prompt tokens> <completion tokens> <payload>\\n
+    <crc32 of the rest> <index> <row checksum> <error code or -> <prompt tokens> <completion tokens> <payload>\\n
 
 Records are written with one unbuffered write each: a killed process loses none that `append` returned for, a power cut
 at most those since the last `sync`. Reading stops at the first record of a segment that is torn or fails its CRC.
@@ -34,18 +34,18 @@ class Record:
     payload: bytes
 
     def encode(self) -> bytes:
-        header = f"{self.checksum} {self.error_code or '-'} {self.prompt_tokens} {self.completion_tokens} "
+        header = f"{self.index} {self.checksum} {self.error_code or '-'} {self.prompt_tokens} {self.completion_tokens} "
         body = header.encode("ascii") + self.payload
-        return b"%d %d %b\n" % (self.index, zlib.crc32(body), body)
+        return b"%d %b\n" % (zlib.crc32(body), body)
 
     @classmethod
     def decode(cls, line: bytes) -> Record | None:
         """The record of one line without its end; None when it is not one whole, intact record."""
         try:
-            index, crc, body = line.split(b" ", 2)
+            crc, body = line.split(b" ", 1)
             if int(crc) != zlib.crc32(body):
                 return None
-            checksum, code, prompt_tokens, completion_tokens, payload = body.split(b" ", 4)
+            index, checksum, code, prompt_tokens, completion_tokens, payload = body.split(b" ", 5)
         except ValueError:
             return None
         error_code = None if code == b"-" else code.decode("ascii")
@@ -76,7 +76,7 @@ class Journal:
         for number, path in self._segments():
             self._recover(number, path, head)
         self._current = max(self._highest, default=-1) + 1  # never append behind a torn record
-        self._file = self._open_segment()
+        self._file = self._open_segment(self._current)
         self._size = 0
         self._dirty = False
 
@@ -98,9 +98,9 @@ class Journal:
         """
         if self._size >= _SEGMENT_BYTES:
             self.sync()
+            following = self._open_segment(self._current + 1)
             os.close(self._file)
-            self._current += 1
-            self._file, self._size = self._open_segment(), 0
+            self._current, self._file, self._size = self._current + 1, following, 0
         line = record.encode()
         view = memoryview(line)
         while view:
@@ -153,8 +153,8 @@ class Journal:
     def _path(self, segment: int) -> Path:
         return self._directory / f"wal-{segment:06d}.jsonl"
 
-    def _open_segment(self) -> int:
-        return os.open(self._path(self._current), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    def _open_segment(self, segment: int) -> int:
+        return os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def _recover(self, segment: int, path: Path, head: int) -> None:
         offset = 0

@@ -20,6 +20,7 @@ import orjson
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n\v\f"
+_MAX_DEPTH = 250  # what orjson can write
 _LONG_NUMBER = re.compile(rb"\d{16}")  # orjson turns integers beyond 64 bits into floats, silently
 
 
@@ -70,9 +71,11 @@ def loads(data: bytes) -> Any:
     """Strict JSON; integers of any size stay exact, the last of duplicate keys wins.
 
     Raises:
-        ValueError: not valid JSON (NaN and Infinity are not), or not valid UTF-8.
+        ValueError: not valid JSON (NaN and Infinity are not), not UTF-8, or nested too deeply to be written again.
     """
     value = orjson.loads(data)
+    if data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
     if _LONG_NUMBER.search(data):
         value = json.loads(data)
     return value
@@ -86,12 +89,32 @@ def dumps(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:  # an integer beyond 64 bits
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_as_json).encode()
+        return orjson.dumps(_spelled_out(value), default=_as_json, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _depth(value: Any) -> int:
+    """How deeply objects and arrays are nested; without recursion, which is what deep values break."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _spelled_out(value: Any) -> Any:
+    """The same value with integers beyond 64 bits as ready-made digits."""
+    if isinstance(value, dict):
+        return {key: _spelled_out(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled_out(item) for item in value]
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        return orjson.Fragment(str(value))
+    return value
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
-    if isinstance(value, decimal.Decimal | datetime.timedelta | datetime.date | datetime.time):
+    if isinstance(value, decimal.Decimal | datetime.timedelta):
         return str(value)
     raise TypeError(f"cannot write {type(value).__name__} as JSON")

@@ -60,7 +60,7 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
         RowFailure: the line is incomplete, names an unknown url, or asks for something that is not done here.
     """
     url, body = row.columns.get("url"), row.columns.get("body")
-    if url not in URLS:
+    if not isinstance(url, str) or url not in URLS:
         raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {url!r}")
     if row.columns.get("method", "POST") != "POST":
         raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {row.columns['method']!r}")

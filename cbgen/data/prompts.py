@@ -61,7 +61,7 @@ class PromptBuilder:
         reserved: names of result fields that a row's own columns must not have.
 
     Raises:
-        UsageError: the template does not parse.
+        UsageError: the template does not parse, or a stop token id is not in the vocabulary.
     """
 
     def __init__(
@@ -81,6 +81,10 @@ class PromptBuilder:
         self._reserved = reserved
         self._template = compile_template(config.template) if config.template is not None else None
         self._adds_bos = _adds_bos(tokenizer)
+        try:
+            _check_stop_token_ids(params, vocab_size)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def build(self, rows: list[Row]) -> list[Prompt | Row]:
         """One item per row, in order: a prompt, or the row with its `error` set."""
@@ -93,8 +97,8 @@ class PromptBuilder:
             return row
         try:
             columns, overrides = self._request(row)
-            params = _row_params(row, self._params, overrides)
-            draft = _Draft(row, params, "seed" in overrides)
+            params = self._row_params(row, overrides)
+            draft = _Draft(row, params, overrides.get("seed") is not None)
             self._render(draft, columns)
         except RowFailure as failure:
             row.error = failure.error
@@ -116,6 +120,14 @@ class PromptBuilder:
             kind = type(own).__name__
             raise RowFailure("invalid_params", f"{row.place}: sampling_params must be an object, not {kind}")
         return row.columns, own or {}
+
+    def _row_params(self, row: Row, overrides: dict[str, Any]) -> SamplingParams:
+        try:
+            params = merge_params(self._params, overrides)
+            _check_stop_token_ids(params, self._vocab_size)
+        except ValueError as error:
+            raise RowFailure("invalid_params", f"{row.place}: {error}") from error
+        return params
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
@@ -318,11 +330,11 @@ def _content_text(content: Any, number: int, fail: Any) -> str:
     return "\n".join(texts)
 
 
-def _row_params(row: Row, base: SamplingParams, overrides: dict[str, Any]) -> SamplingParams:
-    try:
-        return merge_params(base, overrides)
-    except ValueError as error:
-        raise RowFailure("invalid_params", f"{row.place}: {error}") from error
+def _check_stop_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    if any(token_id >= vocab_size for token_id in params.stop_token_ids):
+        raise ValueError(
+            f"stop token id {max(params.stop_token_ids)} is outside the vocabulary (0 to {vocab_size - 1})"
+        )
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:

@@ -208,19 +208,48 @@ def _read_parquet(source: Source, start: Position) -> Iterator[Row]:
         if not groups:
             return
         for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups):
-            for columns in _without_nanoseconds(batch).to_pylist():
+            for columns in _batch_rows(batch):
                 number += 1
                 if number > start.offset:
-                    position = Position(start.file, number, number)
-                    yield Row(0, f"{source.name} row {number}", columns, zlib.crc32(dumps(columns)), position)
+                    yield _row_from_columns(
+                        f"{source.name} row {number}", columns, Position(start.file, number, number)
+                    )
 
 
-def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Timestamps with nanoseconds as text: Python's own type has only microseconds, and losing digits is no option."""
-    for number, column in enumerate(batch.schema):
-        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-            batch = batch.set_column(number, column.name, batch.column(number).cast(pa.string()))
-    return batch
+def _row_from_columns(place: str, columns: dict[str, Any] | UnicodeDecodeError, position: Position) -> Row:
+    if isinstance(columns, UnicodeDecodeError):
+        error = RowError("invalid_utf8", f"{place}: a text column is not valid UTF-8; write the file anew")
+        return Row(0, place, {}, zlib.crc32(columns.object), position, error)
+    return Row(0, place, columns, zlib.crc32(dumps(columns)), position)
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """The rows of a batch as Python values; slowly, and in part as text, when Python has no such value."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):  # nanoseconds, years past 9999, broken text: somewhere in these rows
+        for number in range(batch.num_rows):
+            try:
+                yield {name: _cell(batch.column(name)[number]) for name in batch.schema.names}
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _cell(scalar: pa.Scalar) -> Any:
+    """One value; what Python cannot hold exactly becomes text, alone, wherever it sits in lists and structs."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        if isinstance(scalar, pa.StructScalar):
+            return {name: _cell(item) for name, item in scalar.items()}
+        if isinstance(scalar, pa.ListScalar):
+            return [_cell(item) for item in scalar.values]
+        try:
+            return scalar.cast(pa.string()).as_py()
+        except pa.ArrowException:
+            return str(scalar.value)
 
 
 def _skip_row_groups(file: pq.ParquetFile, num_rows: int) -> tuple[int, list[int]]:

@@ -115,8 +115,9 @@ def _record_facts(line: bytes, config: OutputConfig) -> tuple[str | None, int, i
         return None
     try:
         record = loads(line)
-        error = record["error"] if "response" in record else record[config.field("error")]
-        usage = record["response"]["body"].get("usage") if "response" in record else record[config.field("usage")]
+        native = config.field("completion") in record
+        error = record[config.field("error")] if native else record["error"]
+        usage = record[config.field("usage")] if native else record["response"]["body"].get("usage")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     usage = usage or {}
@@ -152,8 +153,10 @@ class Sidecar:
         except OSError as error:
             raise UsageError(f"cannot write beside {output}: {error.strerror}") from error
         sidecar = cls(output, directory, config)
+        locked = False
         try:
-            _take_lock(lock, output)
+            _take_lock(lock, output, directory / "lock")
+            locked = True
             if not sidecar.has_begun and not config.overwrite and output.exists() and output.stat().st_size:
                 raise RefusedError(
                     f"{output} exists and was not made by a run that can be continued; choose another -o, or use "
@@ -161,7 +164,7 @@ class Sidecar:
                 )
             yield sidecar
         finally:
-            if not sidecar.has_begun:  # refused or failed before the first row: leave no trace
+            if locked and not sidecar.has_begun:  # refused or failed before the first row: leave no trace
                 shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
@@ -174,16 +177,18 @@ class Sidecar:
 
         With `overwrite`, the old output becomes a backup now and not before.
         """
-        if self._config.overwrite:
-            if self.output.exists():
-                backup = self.output.with_name(f"{self.output.name}.backup-{time.strftime('%Y%m%d-%H%M%S')}")
-                os.replace(self.output, backup)
-            for path in self.directory.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-        if not self.has_begun:
-            document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details}
-            replace_file(self.directory / "run.json", orjson.dumps(document, option=orjson.OPT_INDENT_2))
+        with named_disk_errors(self.output):
+            if self._config.overwrite:
+                # run.json goes first: should we be killed, what is left is not taken for a run to continue.
+                (self.directory / "run.json").unlink(missing_ok=True)
+                if self.output.exists():
+                    os.replace(self.output, _free_backup_path(self.output))
+            if not self.has_begun:
+                for path in self.directory.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+                document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details}
+                replace_file(self.directory / "run.json", orjson.dumps(document, option=orjson.OPT_INDENT_2))
 
     def check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
         """Compare with the run that began this output, if one did and it is to be continued.
@@ -211,7 +216,9 @@ class Sidecar:
     def read_state(self) -> State:
         """What is committed; nothing, for a new output or one to be overwritten."""
         path = self.directory / "state.json"
-        return State.from_json(path.read_bytes()) if path.exists() and not self._config.overwrite else State()
+        if not self.has_begun or self._config.overwrite or not path.exists():
+            return State()
+        return State.from_json(path.read_bytes())
 
     def write_state(self, state: State) -> None:
         replace_file(self.directory / "state.json", orjson.dumps(asdict(state)))
@@ -244,6 +251,13 @@ class Sidecar:
         return replace(state, rows=tally.rows, num_bytes=num_bytes, tally=tally)
 
 
+def _free_backup_path(output: Path) -> Path:
+    """A name for the old output that no other file has."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (f"{output.name}.backup-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
+    return next(path for path in map(output.with_name, names) if not path.exists())
+
+
 def _check_output_path(output: Path, inputs: tuple[str, ...]) -> None:
     if output.is_dir():
         raise UsageError(f"-o {output} is a directory; name a file in it, such as {output / 'out.jsonl'}")
@@ -254,9 +268,11 @@ def _check_output_path(output: Path, inputs: tuple[str, ...]) -> None:
             raise RefusedError(f"-o {output} is the input {path} itself; choose another output")
 
 
-def _take_lock(lock: int, output: Path) -> None:
+def _take_lock(lock: int, output: Path, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
+            raise BlockingIOError  # its holder failed just now and removed it: what we hold guards nothing
     except BlockingIOError as error:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
         raise RefusedError(f"another run is writing {output} ({holder}); wait for it, or choose another -o") from error
@@ -302,8 +318,10 @@ class OrderedWriter:
         self.num_recovered = state.rows  # rows that earlier runs finished
         self._sidecar = sidecar
         self._signatures = signatures
-        self._journal = Journal(sidecar.directory, state.rows)
-        self._output = os.open(sidecar.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with named_disk_errors(sidecar.output):
+            sidecar.write_state(state)  # after a repair the one on disk still names rows that were cut off
+            self._journal = Journal(sidecar.directory, state.rows)
+            self._output = os.open(sidecar.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._positions: dict[int, Position] = {}  # finished row -> where the next one starts
         self._next_commit = time.monotonic() + _COMMIT_SECONDS
         self._uncommitted = 0
@@ -336,7 +354,7 @@ class OrderedWriter:
         Raises:
             CbgenError: the disk is full or the file cannot be written.
         """
-        with _named_disk_errors(self._sidecar.output):
+        with named_disk_errors(self._sidecar.output):
             self._journal.append(record)
         self._finish(row)
 
@@ -360,7 +378,7 @@ class OrderedWriter:
         Raises:
             CbgenError: the disk is full or the file cannot be written.
         """
-        with _named_disk_errors(self._sidecar.output):
+        with named_disk_errors(self._sidecar.output):
             self._journal.sync()
             state = self._drain()
             os.fsync(self._output)
@@ -396,9 +414,10 @@ class OrderedWriter:
         return size
 
     def finish(self) -> None:
-        """The last commit: every row is in the output, so the journal can go."""
+        """The last commit. The journal goes, unless it holds rows past the end of this run's input (or --limit)."""
         self.commit()
-        self._journal.remove()
+        if not len(self._journal):
+            self._journal.remove()
 
     def __enter__(self) -> OrderedWriter:
         return self
@@ -409,7 +428,8 @@ class OrderedWriter:
 
 
 @contextlib.contextmanager
-def _named_disk_errors(output: Path) -> Iterator[None]:
+def named_disk_errors(output: Path) -> Iterator[None]:
+    """An OSError while writing becomes a `CbgenError` that names the output and says what is safe."""
     try:
         yield
     except OSError as error:

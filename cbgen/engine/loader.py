@@ -285,7 +285,7 @@ def _eos_token_ids(model: Any, tokenizer_eos: int | None) -> frozenset[int]:
     own = model.generation_config.eos_token_id if model.generation_config is not None else None
     own = model.config.get_text_config().eos_token_id if own is None else own
     ids = own if isinstance(own, list) else [own]
-    return frozenset(i for i in [*ids, tokenizer_eos] if i is not None)
+    return frozenset(i for i in [*ids, tokenizer_eos] if i is not None and i < _vocab_size(model))
 
 
 def _torch_dtype(name: str, text_config: Any, device: torch.device) -> torch.dtype:

@@ -54,7 +54,7 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
     if any(0 < p.top_k < vocab_size for p in params):
         logits = _keep_top_k(logits, [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
-    if any(p.min_p > 0 for p in params):  # keep what is at least min_p times as likely as the best; arXiv 2407.01082
+    if any(p.min_p > 0 for p in params):  # arXiv 2407.01082: at least min_p times the best
         logits = logits.masked_fill(logits < torch.log(column([p.min_p for p in params])), float("-inf"))
     if any(p.top_p < 1 for p in params):
         logits = _keep_top_p(logits, column([p.top_p for p in params]))
@@ -86,7 +86,7 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _keep_likeliest(logits: Tensor, values: Tensor, counts: Tensor) -> Tensor:
-    """Keep `counts` tokens per row; of equally likely ones those of the lowest ids, so that the choice is the row's own.
+    """Keep `counts` tokens per row; of equally likely ones those of the lowest ids, so that no chance is involved.
 
     Args:
         logits: [S, vocab_size].

@@ -40,8 +40,8 @@ class Sequence:
         prompt_token_ids: [prompt length] int32.
         max_total_tokens: prompt plus output may not exceed this (context or max_tokens, whichever ends first).
         stop_token_ids: ids that end the sequence (EOS ids included unless `ignore_eos`).
-        stop_on_text: called with each new token id once `min_tokens` is reached or passed; True ends the sequence.
-            The engine never sees the text; whoever adds the sequence knows how to decode it.
+        stop_on_text: called with each new token id; True ends the sequence. The engine never sees the text; whoever
+            adds the sequence knows how to decode it, and looks after `min_tokens`.
         random_stream: (seed, stream, sample): with the token position, all that a random draw depends on, see
             `cbgen.engine.sampler.uniforms`.
         slot: place in the running set, 0 <= slot < max_num_seqs, or -1 while waiting.

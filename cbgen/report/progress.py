@@ -50,7 +50,7 @@ class Progress:
         self._next = self._started + self._interval
         self._history: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, output tokens)
         self._head, self._head_since = -1, self._started
-        self._first_fraction: float | None = None
+        self._first_fraction: tuple[float, float] | None = None
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Progress:
@@ -117,11 +117,11 @@ class Progress:
 
     def _eta(self, fraction: float, now: float) -> str:
         if self._first_fraction is None:
-            self._first_fraction = fraction  # a resumed run does not start at zero
-        done = fraction - self._first_fraction
-        if done <= 0:
+            self._first_fraction = now, fraction  # not zero: loading takes time, and a resumed run begins further on
+        since, first = self._first_fraction
+        if fraction <= first:
             return "?"
-        seconds = int((1 - fraction) / done * (now - self._started))
+        seconds = int((1 - fraction) / (fraction - first) * (now - since))
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
 

@@ -67,8 +67,8 @@ def main() -> None:
     )
     predicted = simulate(workload, "static").num_steps / simulate(workload, "continuous").num_steps
     sys.stdout.write(
-        f"{options.rows} rows, {sum(lengths):,} tokens (longest {max(lengths)}), {options.slots} slots, {options.dtype}; "
-        f"in steps the simulator predicts {predicted:.2f}x\n"
+        f"{options.rows} rows, {sum(lengths):,} tokens (longest {max(lengths)}), {options.slots} slots, "
+        f"{options.dtype}; in steps the simulator predicts {predicted:.2f}x\n"
     )
     ratios = []
     with tempfile.TemporaryDirectory() as name:

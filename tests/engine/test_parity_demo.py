@@ -1,4 +1,4 @@
-"""The demo model in float32 against `transformers.generate`; `make parity` runs the whole matrix, `make test` a part."""
+"""The demo model in float32 against `transformers.generate`; `make parity` runs all of it, `make test` a part."""
 
 import sys
 
@@ -12,9 +12,9 @@ from cbgen.engine.model_files import conversion_directory, find_model
 from tests.engine import parity
 
 TOPICS = (
-    "rain", "bread", "bridges", "sparrows", "maps", "glass", "tides", "clocks", "salt", "moss", "trains", "paper", "bees",
-    "chess", "wells", "kites", "snow", "copper", "gardens", "letters", "owls", "tea", "stars", "wool", "ferries",
-    "apples", "lanterns", "rivers", "ink", "stairs", "drums", "sand",
+    "rain", "bread", "bridges", "sparrows", "maps", "glass", "tides", "clocks", "salt", "moss", "trains", "paper",
+    "bees", "chess", "wells", "kites", "copper", "gardens", "letters", "owls", "tea", "stars", "wool", "ferries",
+    "snow", "apples", "lanterns", "rivers", "ink", "stairs", "drums", "sand",
 )  # fmt: skip
 
 
