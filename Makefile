@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check
+.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,3 +36,18 @@ types: setup ## mypy --strict
 	$(BIN)/mypy
 
 check: lint types test ## everything that CI runs
+
+parity: setup ## the demo model against transformers.generate in every batch shape
+	$(BIN)/python -m pytest -m slow -s tests/engine/test_parity_demo.py $(ARGS)
+
+chaos: setup ## thirty kills of one job on the demo model
+	$(BIN)/python -m pytest -m slow -s tests/test_crash.py $(ARGS)
+
+bench-batching: setup ## continuous against static batching on a ragged workload
+	$(BIN)/python -m tests.benchmarks.continuous_vs_static $(ARGS)
+
+bench-host: setup ## host time of a step at 256 running rows
+	$(BIN)/python -m tests.benchmarks.host_time $(ARGS)
+
+bench-memory: setup ## memory over 200,000 rows beside 2,000
+	$(BIN)/python -m tests.benchmarks.memory $(ARGS)

@@ -114,11 +114,13 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, visib
     Returns:
         [B, Hq, Tq, Dv] in the dtype of `query`.
     """
+    batch, num_heads, num_queries, head_dim = query.shape
     if call.softcap is None and call.sinks is None:
-        return F.scaled_dot_product_attention(
-            query, key.to(query.dtype), value.to(query.dtype), visible, scale=call.scale, enable_gqa=True
-        )
-    group = query.shape[1] // key.shape[1]
+        # One query: the heads that share a KV head become its queries, so that each K and V is read once.
+        packed = query.view(batch, key.shape[1], -1, head_dim) if num_queries == 1 else query
+        output = F.scaled_dot_product_attention(packed, key, value, visible, scale=call.scale, enable_gqa=True)
+        return output.reshape(batch, num_heads, num_queries, -1)
+    group = num_heads // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     logits = (query.float() @ key.float().transpose(-1, -2)) * call.scale
     if call.softcap is not None:  # Gemma 2 (arXiv 2408.00118), section 2
