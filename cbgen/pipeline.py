@@ -13,6 +13,7 @@ import itertools
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -437,12 +438,18 @@ def _summarize(
             timings=clock.timings(),
             stats=job.engine.stats if job else EngineStats(),
             slots=job.engine.limits.max_num_seqs if job else 0,
-            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_memory_bytes=_peak_memory(),
             peak_device_memory_bytes=job.engine.peak_device_memory if job else 0,
             settings=settings,
             versions=_versions(),
         )
     )
+
+
+def _peak_memory() -> int:
+    """Bytes the process held at most; the system call counts in KiB on Linux and in bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _versions() -> dict[str, str]:

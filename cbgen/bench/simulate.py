@@ -8,6 +8,8 @@ SVG.
 
 from __future__ import annotations
 
+import colorsys
+import math
 import re
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -239,7 +241,7 @@ def render_svg(simulations: list[Simulation], slots: int) -> str:
     left, width, lane, head = 70, 900, 22, 34
     scale = width / max(s.total_ms for s in simulations)
     panel = head + slots * lane + 14
-    height = panel * len(simulations) + 8
+    height = panel * len(simulations) + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {height}" '
         'font-family="system-ui, sans-serif" font-size="12">',
@@ -255,17 +257,33 @@ def render_svg(simulations: list[Simulation], slots: int) -> str:
             span_width = simulation.total_ms * scale
             parts.append(f'<rect x="{left}" y="{y}" width="{span_width:.1f}" height="{lane - 3}" fill="#eeeeee"/>')
         parts += [_svg_span(span, left, top + head, lane, scale) for span in simulation.spans]
+    parts += _svg_axis(max(s.total_ms for s in simulations), left, height - 8, scale)
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _svg_axis(total_ms: float, left: int, y: int, scale: float) -> list[str]:
+    """Labels in seconds, about ten of them, at round distances."""
+    rough = total_ms / 1000 / 10
+    unit = 10 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    times = [step * number for number in range(int(total_ms / 1000 / step) + 1)]
+    return [
+        f'<text x="{left + time * 1000 * scale:.1f}" y="{y}" text-anchor="middle" fill="#555">{time:g} s</text>'
+        for time in times
+    ]
 
 
 def _svg_span(span: Span, left: int, top: int, lane: int, scale: float) -> str:
     x, width = left + span.start_ms * scale, (span.end_ms - span.start_ms) * scale
     y = top + span.slot * lane
-    hue = span.row * 137 % 360  # golden-angle steps keep neighbours apart
+    red, green, blue = colorsys.hls_to_rgb(
+        span.row * 137 % 360 / 360, 0.42, 0.5
+    )  # golden-angle steps: neighbours differ
+    colour = f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
     label = row_name(span.row)
     text = f'<text x="{x + width / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="#fff">{label}</text>'
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{lane - 3}" rx="2" '
-        f'fill="hsl({hue},52%,42%)"><title>row {label}: {span.start_ms / 1000:.2f} to '
+        f'fill="{colour}"><title>row {label}: {span.start_ms / 1000:.2f} to '
         f"{span.end_ms / 1000:.2f} s</title></rect>{text if width > 9 * len(label) else ''}"
     )

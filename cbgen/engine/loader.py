@@ -376,10 +376,10 @@ def _named_errors(name: str) -> Iterator[None]:
     except (ModelError, UsageError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:400]
+        reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
             reason = "it needs Python code that ships with it; read that code, then allow it with --trust-remote-code"
-        raise ModelError(f"cannot load {name}: {reason or type(error).__name__}") from error
+        raise ModelError(f"cannot load {name}: {reason[:400] or type(error).__name__}") from error
 
 
 @contextlib.contextmanager
