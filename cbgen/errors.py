@@ -6,6 +6,7 @@ they are data (`RowError`), written in the row's place, and never raised past th
     CbgenError          1   failed, resumable: I/O, a dead thread, an internal fault
       UsageError        2   option or setting out of range
       InputError        2   the input as a whole cannot be used
+        BrokenInputError  1   it broke off in the middle; what was read is finished and kept
       RefusedError      4   settings or input changed, output locked or not ours
       ModelError        5   model not found, not supported, does not fit
       Stopped          75   stopped by a signal; running the same command again continues
@@ -36,6 +37,12 @@ class InputError(CbgenError):
     """The input as a whole cannot be used (missing, wrong form, clashing column names)."""
 
     exit_code = 2
+
+
+class BrokenInputError(InputError):
+    """The input cannot be read to its end; rows before the break are finished, and a whole file continues."""
+
+    exit_code = 1
 
 
 class RefusedError(CbgenError):

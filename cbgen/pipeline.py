@@ -91,6 +91,9 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
                 if job:
                     with PromptFeed(start.rows, job.prompt_builder()) as feed:
                         _generate(job, feed, progress, signals)
+                    if feed.failure is not None:
+                        writer.commit()
+                        raise feed.failure
                 writer.commit() if signals.requested else writer.finish()
             summary = _summarize(clock, start, writer, job, settings, complete=not signals.requested)
             replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))

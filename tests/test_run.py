@@ -1,7 +1,13 @@
 """`cbgen run` end to end on a model with known answers: rows in, records out, in order, whatever a row holds."""
 
+import gzip
+import hashlib
+import io
 import json
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cbgen.cli import main
@@ -223,3 +229,51 @@ def test_a_result_field_among_the_columns_is_refused_with_the_way_out(tmp_path, 
     assert "--result-prefix" in capsys.readouterr().err
     code, records = run(tmp_path, chain_model, rows, "--result-prefix", "gen_")
     assert (code, records[0]["error"], records[0]["gen_completion"]) == (0, "mine", " alpha beta gamma")
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet", "stdin", "two files"])
+def test_every_kind_of_input_gives_the_same_records(tmp_path, chain_model, monkeypatch, kind):
+    rows = [{"id": i, "prompt": f"row {i} {i % 2 + 1}"} for i in range(20)]
+    _, expected = run(tmp_path, chain_model, rows, name="expected.jsonl")
+    lines = (tmp_path / "in.jsonl").read_bytes()
+    inputs = [str(tmp_path / f"in.{kind}")]
+    if kind == "gz":
+        Path(inputs[0]).write_bytes(gzip.compress(lines[:100]) + gzip.compress(lines[100:]))
+    elif kind == "zst":
+        Path(inputs[0]).write_bytes(pa.compress(lines, "zstd", asbytes=True))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), inputs[0], row_group_size=7)
+    elif kind == "stdin":
+        inputs = ["-"]
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(lines))))
+    else:
+        cut = lines.index(b"\n") + 1
+        inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+        Path(inputs[0]).write_bytes(lines[:cut])
+        Path(inputs[1]).write_bytes(lines[cut:])
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", *inputs, "-o", str(output), "--model", str(chain_model)])
+    assert exit_.value.code == 0
+    assert [json.loads(line) for line in output.read_text().splitlines()] == expected
+
+
+def test_a_torn_file_ends_the_run_after_its_last_whole_rows_and_a_whole_one_continues(tmp_path, chain_model, capsys):
+    texts = [hashlib.sha256(b"%d" % i).hexdigest()[:40] for i in range(3000)]
+    rows = b"".join(b'{"id": %d, "prompt": "%s 1"}\n' % (i, text.encode()) for i, text in enumerate(texts))
+    whole = gzip.compress(rows)
+    (tmp_path / "in.gz").write_bytes(whole[: len(whole) // 2])
+    command = ["run", str(tmp_path / "in.gz"), "-o", str(tmp_path / "out.jsonl"), "--model", str(chain_model)]
+    with pytest.raises(SystemExit) as exit_:
+        main(command)
+    assert exit_.value.code == 1
+    assert "the same command continues once the file is whole" in capsys.readouterr().err
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert kept.count(b"\n") > 500
+    (tmp_path / "in.gz").write_bytes(whole)
+    with pytest.raises(SystemExit) as exit_:
+        main(command)
+    assert exit_.value.code == 0
+    output = (tmp_path / "out.jsonl").read_bytes()
+    assert output.startswith(kept)
+    assert [json.loads(line)["id"] for line in output.splitlines()] == list(range(3000))

@@ -1,8 +1,8 @@
 """The read-ahead thread: rows are read, rendered and tokenized in batches while the engine computes.
 
 Enters: an iterator of rows and a `PromptBuilder`. Leaves: prompts (or rows with errors) in order, from a short queue,
-so that memory stays bounded and a slow engine holds the reader back. If the thread fails, the next `get` raises what
-it raised.
+so that memory stays bounded and a slow engine holds the reader back. If the thread fails, the feed ends
+there and says why.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ _POLL_SECONDS = 0.1
 
 
 class PromptFeed:
-    """Ordered prompts from a background thread. Use as a context manager; leaving it ends the thread."""
+    """Ordered prompts from a background thread. Use as a context manager; leaving it ends the thread.
+
+    Attributes:
+        exhausted: nothing more will come.
+        failure: what stopped the thread before the end of the input, if anything did.
+    """
 
     def __init__(self, rows: Iterator[Row], builder: PromptBuilder) -> None:
         self.exhausted = False
+        self.failure: BaseException | None = None
         self._batches: queue.Queue[list[Item] | BaseException | None] = queue.Queue(_MAX_BATCHES)
         self._ready: deque[Item] = deque()
         self._closed = threading.Event()
@@ -45,21 +51,16 @@ class PromptFeed:
 
         Args:
             wait: wait a moment for the thread if nothing is ready.
-
-        Raises:
-            Exception: whatever stopped the thread.
         """
         if not self._ready and not self.exhausted:
             try:
                 batch = self._batches.get(timeout=_POLL_SECONDS) if wait else self._batches.get_nowait()
             except queue.Empty:
                 return None
-            if isinstance(batch, BaseException):
-                raise batch
-            if batch is None:
-                self.exhausted = True
-            else:
+            if isinstance(batch, list):
                 self._ready.extend(batch)
+            else:
+                self.exhausted, self.failure = True, batch
         return self._ready[0] if self._ready else None
 
     def take(self) -> Item:

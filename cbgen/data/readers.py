@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.data.lines import BYTE_ORDER_MARK, Line, dumps, loads, split_lines
-from cbgen.errors import InputError, RowError
+from cbgen.errors import BrokenInputError, InputError, RowError
 from cbgen.records import Position, Row
 
 STDIN = "-"
@@ -28,16 +28,24 @@ Kind = Literal["jsonl", "gzip", "zstd", "parquet"]
 _MAGIC: dict[bytes, Kind] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BLOCK_BYTES = 1 << 20
+_COMPRESSED_BLOCK_BYTES = 1 << 16  # what a torn file loses before the tear
 _SNIFF_BYTES = 1 << 16
 _PARQUET_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file. `name` is what messages call it."""
+    """One input file. `name` is what messages call it.
+
+    Attributes:
+        size: bytes, 0 for stdin.
+        length: what `Position.offset` is at its end (bytes, or rows of Parquet); None where only reading it all tells.
+    """
 
     path: str
     kind: Kind
+    size: int = 0
+    length: int | None = None
 
     @property
     def name(self) -> str:
@@ -63,10 +71,10 @@ def check_inputs(paths: tuple[str, ...]) -> list[Source]:
     """
     if paths.count(STDIN) > 1:
         raise InputError("`-` (stdin) can be read only once")
-    return [Source(path, _check_input(path)) for path in paths]
+    return [_check_input(path) for path in paths]
 
 
-def _check_input(path: str) -> Kind:
+def _check_input(path: str) -> Source:
     if path == STDIN:
         head = _stdin().peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
     else:
@@ -81,9 +89,23 @@ def _check_input(path: str) -> Kind:
     kind: Kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "jsonl")
     if kind == "parquet" and path == STDIN:
         raise InputError("stdin is a Parquet file, which has to be read from its end; give its path instead")
+    if path == STDIN:
+        _check_text(path, head) if kind == "jsonl" else None
+        return Source(path, kind)
+    size = Path(path).stat().st_size
+    if kind == "parquet":
+        return Source(path, kind, size, _num_parquet_rows(path))
     if kind == "jsonl":
         _check_text(path, head)
-    return kind
+    return Source(path, kind, size, size if kind == "jsonl" else None)
+
+
+def _num_parquet_rows(path: str) -> int:
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} begins like a Parquet file but is not a whole one: {reason}") from error
 
 
 def _check_text(path: str, head: bytes) -> None:
@@ -108,20 +130,19 @@ def _is_json_array(text: bytes, is_whole_file: bool) -> bool:
 
 def input_fraction(sources: list[Source], position: Position) -> float | None:
     """How much of the input lies before `position`, 0 to 1; None where that cannot be known without reading it all."""
-    if any(source.kind in ("gzip", "zstd") or source.path == STDIN for source in sources):
-        return None
-    sizes = [Path(source.path).stat().st_size for source in sources]
     current = sources[position.file]
-    length = pq.read_metadata(current.path).num_rows if current.kind == "parquet" else sizes[position.file]
-    done = sum(sizes[: position.file]) + position.offset / max(length, 1) * sizes[position.file]
-    return done / max(sum(sizes), 1)
+    total = sum(source.size for source in sources)
+    if not total or current.length is None or any(source.length is None for source in sources):
+        return None
+    before = sum(source.size for source in sources[: position.file])
+    return min(1.0, (before + position.offset / max(current.length, 1) * current.size) / total)
 
 
 def read_rows(sources: list[Source], start: Position = Position(), first_index: int = 0) -> Iterator[Row]:
     """Rows of all sources from `start` on; `first_index` is the index of the first one.
 
     Raises:
-        InputError: a file ends in the middle of a compressed frame, or cannot be read any further.
+        BrokenInputError: a file ends in the middle of a compressed frame, or cannot be read any further.
     """
     index = first_index
     for file in range(start.file, len(sources)):
@@ -132,7 +153,7 @@ def read_rows(sources: list[Source], start: Position = Position(), first_index: 
                 yield row
                 index += 1
         except (OSError, EOFError, pa.ArrowException) as error:
-            raise InputError(
+            raise BrokenInputError(
                 f"{sources[file].path}: cannot be read past row {index}: {error}; finished rows are kept, and the same "
                 "command continues once the file is whole"
             ) from error
@@ -147,7 +168,8 @@ def _read_source(source: Source, start: Position) -> Iterator[Row]:
             stream.seek(start.offset)
         else:
             _discard(stream, start.offset)
-        for line in split_lines(iter(lambda: stream.read(_BLOCK_BYTES), b""), start.offset, start.line):
+        size = _BLOCK_BYTES if source.kind == "jsonl" else _COMPRESSED_BLOCK_BYTES
+        for line in split_lines(iter(lambda: stream.read(size), b""), start.offset, start.line):
             yield _row_from_line(source, start.file, line)
 
 
