@@ -9,30 +9,31 @@ take prompts while there is room, step the engine, put what finished, commit now
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from cbgen import __version__
-from cbgen.config import OutputConfig, RunConfig
+from cbgen.config import RunConfig
 from cbgen.data.detokenizer import Detokenizer, StopStringMatcher
 from cbgen.data.feed import PromptFeed
-from cbgen.data.prompts import PromptBuilder, clash_message, compile_template
-from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
-from cbgen.data.writers import OrderedWriter, Sidecar, State, chain, format_record, replace_file
+from cbgen.data.prompts import PromptBuilder, compile_template
+from cbgen.data.readers import Source, check_inputs, input_fraction
+from cbgen.data.resume import Start, find_start
+from cbgen.data.sidecar import Sidecar, replace_file
+from cbgen.data.writers import OrderedWriter, format_record
 from cbgen.engine.model_files import ModelFiles, find_model, is_converted, model_identity, sampling_defaults
-from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, InputError, RefusedError, RowError, Stopped, UsageError
+from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, RowError, Stopped, UsageError
 from cbgen.params import SamplingParams, merge_params
-from cbgen.records import Completion, EngineStats, Generation, Position, Prompt, Row
+from cbgen.records import Completion, EngineStats, Generation, Prompt, Row
 from cbgen.report.metrics import RunSummary, Timings, format_summary, summarize
 from cbgen.report.progress import Progress, Snapshot
 from cbgen.signals import StopSignals
@@ -40,7 +41,6 @@ from cbgen.signals import StopSignals
 if TYPE_CHECKING:
     from cbgen.engine.engine import Engine
 
-_PEEK_ROWS = 100
 _WINDOW_SLOTS = (
     32  # rows per slot that may be read ahead of the first unfinished one; fewer, and one long row starves the rest
 )
@@ -76,11 +76,8 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
         plan = _plan(config)
         with Sidecar.open(config.output, config.inputs) as sidecar:
             sidecar.check_fingerprint(plan.fingerprint)
-            start = _recover(plan, sidecar, progress)
-            if start.has_rows:
-                once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
-                progress.note(f"loading {plan.files.description}{once}")
-            serving = (make_serving or _load)(config, plan.files) if start.has_rows else None
+            start = find_start(config, plan.sources, sidecar, progress.note)
+            serving = _serve(plan, progress, make_serving or _load) if start.has_rows else None
             settings = _settings(plan, serving)
             _announce(progress, plan, serving, start)
             sidecar.begin(plan.fingerprint, {"settings": settings, "versions": _versions()})
@@ -254,15 +251,6 @@ class _Plan:
         return [source.signature() for source in self.sources]
 
 
-@dataclass(slots=True)
-class _Start:
-    """Where generation starts: what the output holds already, and the rows that follow."""
-
-    state: State
-    rows: Iterator[Row]
-    has_rows: bool = False
-
-
 def _plan(config: RunConfig) -> _Plan:
     sources = check_inputs(config.inputs)
     if config.prompt.template is not None:
@@ -295,61 +283,10 @@ def _fingerprint(config: RunConfig, params: SamplingParams, files: ModelFiles) -
     }
 
 
-def _recover(plan: _Plan, sidecar: Sidecar, progress: Progress) -> _Start:
-    """Repair the output and find the row to go on with.
-
-    Raises:
-        RefusedError: the input is not the one that this output was begun with.
-    """
-    committed = sidecar.read_state()
-    state = sidecar.repair(committed)
-    if state.rows < committed.rows:
-        progress.note(
-            f"{sidecar.output} was cut short: {state.rows:,} of {committed.rows:,} rows are whole, the rest is redone"
-        )
-    unchanged = committed.signatures == plan.signatures() and STDIN not in plan.config.inputs
-    if state.rows and (state.rows < committed.rows or not unchanged):
-        start = _rescan(plan, committed, state)
-    else:
-        start = _Start(state, read_rows(plan.sources, state.position if state.rows else Position(), state.rows))
-    if plan.config.limit is not None:
-        start.rows = itertools.islice(start.rows, max(0, plan.config.limit - start.state.rows))
-    return _peeked(start, plan.config.output)
-
-
-def _rescan(plan: _Plan, committed: State, state: State) -> _Start:
-    """Read the committed part of the input again: is it still the same, and where does the row after it start?"""
-    rows = read_rows(plan.sources)
-    digest, position, found = "", Position(), Position()
-    digest_there = ""
-    count = 0
-    for row in itertools.islice(rows, committed.rows):
-        digest, position, count = chain(digest, row.checksum), row.next_position, count + 1
-        if count == state.rows:
-            digest_there, found = digest, position
-    if count < committed.rows or digest != committed.digest:
-        what = "is shorter than" if count < committed.rows else "differs from"
-        raise RefusedError(
-            f"the input {what} the one that {plan.config.output.path} was begun with (within its first "
-            f"{committed.rows:,} rows); put it back, choose another -o, or start anew with --overwrite"
-        )
-    if state.rows < committed.rows:
-        if STDIN in plan.config.inputs:
-            raise RefusedError(
-                f"{plan.config.output.path} was cut short, and stdin cannot be read twice; use --overwrite"
-            )
-        rows = read_rows(plan.sources, found, state.rows)
-    return _Start(replace(state, position=found, digest=digest_there), rows)
-
-
-def _peeked(start: _Start, output: OutputConfig) -> _Start:
-    """Look at the first rows: is there one at all, and does a column carry the name of a result field?"""
-    head = list(itertools.islice(start.rows, _PEEK_ROWS))
-    for row in head:
-        clash = next((name for name in output.result_fields if name in row.columns), None)
-        if clash is not None:
-            raise InputError(f"{row.place}: {clash_message(clash)}")
-    return _Start(start.state, itertools.chain(head, start.rows), bool(head))
+def _serve(plan: _Plan, progress: Progress, make_serving: EngineFactory) -> Serving:
+    once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
+    progress.note(f"loading {plan.files.description}{once}")
+    return make_serving(plan.config, plan.files)
 
 
 def _load(config: RunConfig, files: ModelFiles) -> Serving:
@@ -406,7 +343,7 @@ def _settings(plan: _Plan, serving: Serving | None) -> dict[str, Any]:
     return settings
 
 
-def _announce(progress: Progress, plan: _Plan, serving: Serving | None, start: _Start) -> None:
+def _announce(progress: Progress, plan: _Plan, serving: Serving | None, start: Start) -> None:
     """What is about to happen, in the values in force."""
     if serving is None:
         progress.note("nothing to generate: every row of the input is in the output")
@@ -429,7 +366,7 @@ def _announce(progress: Progress, plan: _Plan, serving: Serving | None, start: _
 
 
 def _summarize(
-    clock: _Clock, start: _Start, writer: OrderedWriter, job: _Job | None, settings: dict[str, Any], *, complete: bool
+    clock: _Clock, start: Start, writer: OrderedWriter, job: _Job | None, settings: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
     return summarize(
         RunSummary(

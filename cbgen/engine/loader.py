@@ -7,13 +7,7 @@ packed side by side answer as each does alone. What cannot be served is refused 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +21,12 @@ from cbgen.engine.attention.base import (
     attention_forward,
 )
 from cbgen.engine.attention.reference import ProbeBackend
+from cbgen.engine.gguf import converted, gguf_tokenizer
 from cbgen.engine.kv_cache import LayerSpec
-from cbgen.engine.model_files import ModelFiles, conversion_directory
+from cbgen.engine.manners import named_errors, quiet_transformers
+from cbgen.engine.model_files import ModelFiles
 from cbgen.errors import ModelError, UsageError
 
-_CONVERTED_GGUF_BYTES = 1 << 30  # larger GGUF files are de-quantized on every load rather than kept in the cache
 _PACKING_TOLERANCE = 0.25  # relative; packing errors are of the order of 1, bf16 noise of 0.01
 
 
@@ -84,10 +79,10 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Any
     """
     from transformers import AutoTokenizer
 
-    files = _converted(files)
-    with _quiet_transformers(), _named_errors(files.description):
+    files = converted(files)
+    with quiet_transformers(), named_errors(files.description):
         if files.gguf_file:
-            return _gguf_tokenizer(files)
+            return gguf_tokenizer(files)
         return AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
 
 
@@ -109,9 +104,9 @@ def load_model(
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    name, files = files.description, _converted(files)
+    name, files = files.description, converted(files)
     gguf: dict[str, Any] = {"gguf_file": files.gguf_file} if files.gguf_file else {}
-    with _quiet_transformers(), _named_errors(name):
+    with quiet_transformers(), named_errors(name):
         config = AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code, **gguf)
         text_config = config.get_text_config()
         _check_architecture(name, config, text_config)
@@ -126,7 +121,7 @@ def load_model(
         )
     model.train(False).requires_grad_(False)
     windows = _windows_by_layer_type(text_config)
-    with _named_errors(name):
+    with named_errors(name):
         layers = _probe(name, model, windows, device)
     max_context, reason = _max_context(name, text_config, layers)
     return LoadedModel(
@@ -306,95 +301,3 @@ def _cpu_has_bfloat16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16 " in flags
-
-
-# -- GGUF -------------------------------------------------------------------------------------------------------------
-
-
-def _converted(files: ModelFiles) -> ModelFiles:
-    """De-quantize a small GGUF file once and keep it in transformers' layout: later loads are memory-mapped."""
-    if files.gguf_file is None or (files.directory / files.gguf_file).stat().st_size > _CONVERTED_GGUF_BYTES:
-        return files
-    target = conversion_directory(files)
-    if not target.is_dir():
-        with _quiet_transformers(), _named_errors(files.description):
-            _convert(files, target)
-    return replace(files, directory=target, gguf_file=None)
-
-
-def _convert(files: ModelFiles, target: Path) -> None:
-    """Write config, float32 weights and tokenizer to a temporary directory, then rename: never half a model."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(files.directory, gguf_file=files.gguf_file, dtype=torch.float32)
-        tied = set(model.all_tied_weights_keys)
-        weights = {key: value.contiguous() for key, value in model.state_dict().items() if key not in tied}
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        model.config.dtype = torch.bfloat16  # the type `auto` runs in; weights stay exact in float32
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.config.save_pretrained(temporary)
-        model.generation_config.save_pretrained(temporary)
-        _gguf_tokenizer(files).save_pretrained(temporary)
-        with contextlib.suppress(OSError):  # another process was faster: its copy is as good
-            os.rename(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _gguf_tokenizer(files: ModelFiles) -> Any:
-    """The tokenizer inside a GGUF file. transformers rebuilds it from the vocabulary but, for models whose `pre` type
-    splits digits one by one, forgets that step; numbers would then be tokenized unlike in training."""
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    assert files.gguf_file is not None
-    tokenizer = AutoTokenizer.from_pretrained(files.directory, gguf_file=files.gguf_file)
-    field = GGUFReader(files.directory / files.gguf_file).get_field("tokenizer.ggml.pre")
-    pre = field.contents() if field else None
-    if pre in ("smollm", "starcoder", "refact", "command-r", "codeshell"):
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    return tokenizer
-
-
-# -- transformers' manners --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Whatever loading raises becomes one sentence that names the model."""
-    try:
-        yield
-    except (ModelError, UsageError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        if "trust_remote_code" in reason:
-            reason = "it needs Python code that ships with it; read that code, then allow it with --trust-remote-code"
-        raise ModelError(f"cannot load {name}: {reason[:400] or type(error).__name__}") from error
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice on stderr while loading."""
-    from transformers.utils import logging
-
-    manners: Any = logging
-    verbosity, bars = manners.get_verbosity(), manners.is_progress_bar_enabled()
-    manners.set_verbosity_error()
-    manners.disable_progress_bar()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws its bar without asking
-            yield
-    finally:
-        manners.set_verbosity(verbosity)
-        if bars:
-            manners.enable_progress_bar()

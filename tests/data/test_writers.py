@@ -15,9 +15,11 @@ import pytest
 
 from cbgen.config import OutputConfig
 from cbgen.data import journal as journal_module
+from cbgen.data import sidecar as sidecar_module
 from cbgen.data import writers as writers_module
 from cbgen.data.journal import Record
-from cbgen.data.writers import OrderedWriter, Sidecar, State, chain, format_record
+from cbgen.data.sidecar import Sidecar, State, chain
+from cbgen.data.writers import OrderedWriter, format_record
 from cbgen.errors import CbgenError, RefusedError, RowError, UsageError
 from cbgen.records import Completion, Position, Row, Tally
 from tests.helpers import make_row
@@ -631,7 +633,7 @@ def test_settings_are_compared_as_they_are_written(tmp_path: Path) -> None:
 def test_output_of_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, rows = config_for(tmp_path), rows_of(4)
     started(config, rows, 2)
-    monkeypatch.setattr(writers_module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(sidecar_module, "FORMAT_VERSION", 2)
 
     with pytest.raises(RefusedError, match="another version"):
         work(config, rows)
