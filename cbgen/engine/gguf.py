@@ -1,7 +1,7 @@
 """GGUF files: de-quantized once into transformers' own layout, with the tokenizer as in training.
 
-Enters: `ModelFiles` that may name a GGUF file. Leaves: `ModelFiles` of a directory, kept in the cache by the identity of
-the file. Reading the format is transformers' and gguf's work.
+Enters: `ModelFiles` that may name a GGUF file. Leaves: `ModelFiles` of a directory, kept in the cache by the identity
+of the file. Reading the format is transformers' and gguf's work.
 """
 
 from __future__ import annotations
