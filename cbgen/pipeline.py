@@ -52,7 +52,7 @@ _ENGINE_ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A loaded model: what turns text into ids and back, and what generates."""
+    """A loaded model: what turns text into ids and back, and what generates token ids."""
 
     tokenizer: Any
     engine: Engine
@@ -77,16 +77,16 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
         with Sidecar.open(config.output, config.inputs) as sidecar:
             sidecar.check_fingerprint(plan.fingerprint)
             start = find_start(config, plan.sources, sidecar, progress.note)
-            serving = _serve(plan, progress, make_serving or _load) if start.has_rows else None
-            settings = _settings(plan, serving)
-            _announce(progress, plan, serving, start)
+            ready = _get_ready(plan, progress, make_serving or _load) if start.has_rows else None
+            settings = _settings(plan, ready)
+            _announce(progress, plan, ready, start)
             sidecar.begin(plan.fingerprint, {"settings": settings, "versions": _versions()})
             clock.loaded()
             with OrderedWriter(sidecar, start.state, plan.signatures()) as writer:
-                job = _Job(plan, serving, writer) if serving else None
+                job = _Job(plan, ready, writer) if ready else None
                 signals.raise_at_once = False
                 if job:
-                    with PromptFeed(start.rows, job.prompt_builder()) as feed:
+                    with PromptFeed(start.rows, job.ready.prompt_builder) as feed:
                         _generate(job, feed, progress, signals)
                     if feed.failure is not None:
                         writer.commit()
@@ -122,29 +122,16 @@ def _generate(job: _Job, feed: PromptFeed, progress: Progress, signals: StopSign
 class _Job:
     """The rows in flight, between the feed, the engine and the writer."""
 
-    def __init__(self, plan: _Plan, serving: Serving, writer: OrderedWriter) -> None:
-        self.engine = serving.engine
+    def __init__(self, plan: _Plan, ready: _Ready, writer: OrderedWriter) -> None:
+        self.ready = ready
+        self.engine = ready.engine
         self.writer = writer
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_errors = 0
         self._plan = plan
-        self._tokenizer = serving.tokenizer
-        self._detokenizer = Detokenizer(serving.tokenizer)
-        self._special_ids = _special_token_ids(serving.tokenizer)
-        self._window = _WINDOW_SLOTS * serving.engine.limits.max_num_seqs
+        self._window = _WINDOW_SLOTS * ready.engine.limits.max_num_seqs
         self._in_flight: dict[int, tuple[Prompt, StopStringMatcher | None]] = {}
-
-    def prompt_builder(self) -> PromptBuilder:
-        config = self._plan.config
-        return PromptBuilder(
-            self._tokenizer,
-            config.prompt,
-            self._plan.params,
-            self.engine.limits.max_model_len,
-            self.engine.vocab_size,
-            config.output.result_fields,
-        )
 
     def admit(self, feed: PromptFeed) -> None:
         """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out."""
@@ -166,11 +153,11 @@ class _Job:
 
     def _add(self, prompt: Prompt) -> None:
         row, params = prompt.row, prompt.params
-        matcher = None
-        stops = tuple(stop for stop in params.stop if stop not in self._special_ids)
+        matcher, special_ids = None, self.ready.special_token_ids
+        stops = tuple(stop for stop in params.stop if stop not in special_ids)
         if stops:
             matcher = StopStringMatcher(
-                self._detokenizer,
+                self.ready.detokenizer,
                 prompt.token_ids,
                 stops,
                 min_tokens=params.min_tokens,
@@ -185,7 +172,7 @@ class _Job:
             params,
             # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
             random_stream=(params.seed, 0 if prompt.own_seed else row.index + 1, 0),
-            stop_token_ids=frozenset(self._special_ids[stop] for stop in params.stop if stop in self._special_ids),
+            stop_token_ids=frozenset(special_ids[stop] for stop in params.stop if stop in special_ids),
             stop_on_text=matcher,
         )
         if refused is not None:
@@ -206,7 +193,9 @@ class _Job:
         token_ids = generation.token_ids
         # The token that ended the text is no part of it, unless a stop string did: then the text is cut instead.
         shown = token_ids[:-1] if generation.finish_reason == "stop" and end is None else token_ids
-        text = self._detokenizer.text(prompt.token_ids, shown, skip_special_tokens=prompt.params.skip_special_tokens)
+        text = self.ready.detokenizer.text(
+            prompt.token_ids, shown, skip_special_tokens=prompt.params.skip_special_tokens
+        )
         return Completion(text[:end], generation.finish_reason, len(prompt.token_ids), len(token_ids), token_ids)
 
     def _put(self, row: Row, outcome: Completion | RowError) -> None:
@@ -251,6 +240,16 @@ class _Plan:
         return [source.signature() for source in self.sources]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A loaded model, and what stands between it and rows of text."""
+
+    engine: Engine
+    prompt_builder: PromptBuilder
+    detokenizer: Detokenizer
+    special_token_ids: dict[str, int]
+
+
 def _plan(config: RunConfig) -> _Plan:
     sources = check_inputs(config.inputs)
     if config.prompt.template is not None:
@@ -283,10 +282,21 @@ def _fingerprint(config: RunConfig, params: SamplingParams, files: ModelFiles) -
     }
 
 
-def _serve(plan: _Plan, progress: Progress, make_serving: EngineFactory) -> Serving:
+def _get_ready(plan: _Plan, progress: Progress, make_serving: EngineFactory) -> _Ready:
+    """Load the model, and check everything that needs it, while the output is still untouched."""
     once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
     progress.note(f"loading {plan.files.description}{once}")
-    return make_serving(plan.config, plan.files)
+    serving = make_serving(plan.config, plan.files)
+    engine = serving.engine
+    builder = PromptBuilder(
+        serving.tokenizer,
+        plan.config.prompt,
+        plan.params,
+        engine.limits.max_model_len,
+        engine.vocab_size,
+        plan.config.output.result_fields,
+    )
+    return _Ready(engine, builder, Detokenizer(serving.tokenizer), _special_token_ids(serving.tokenizer))
 
 
 def _load(config: RunConfig, files: ModelFiles) -> Serving:
@@ -326,7 +336,7 @@ class _Clock:
         return Timings(load=self.loaded_at - self.started, generate=now - self.loaded_at, total=now - self.started)
 
 
-def _settings(plan: _Plan, serving: Serving | None) -> dict[str, Any]:
+def _settings(plan: _Plan, ready: _Ready | None) -> dict[str, Any]:
     """Settings in force: requested ones, with what was resolved from model and device on top."""
     config = plan.config
     settings: dict[str, Any] = {
@@ -338,23 +348,23 @@ def _settings(plan: _Plan, serving: Serving | None) -> dict[str, Any]:
         "sampling": plan.params.as_dict(),
         "engine": asdict(config.engine),
     }
-    if serving is not None:
-        settings["engine"] |= serving.engine.describe()
+    if ready is not None:
+        settings["engine"] |= ready.engine.describe()
     return settings
 
 
-def _announce(progress: Progress, plan: _Plan, serving: Serving | None, start: Start) -> None:
+def _announce(progress: Progress, plan: _Plan, ready: _Ready | None, start: Start) -> None:
     """What is about to happen, in the values in force."""
-    if serving is None:
+    if ready is None:
         progress.note("nothing to generate: every row of the input is in the output")
         return
-    facts = serving.engine.describe()
+    facts = ready.engine.describe()
     progress.note(
         f"model {plan.files.description}, {facts['dtype']} on {facts['device']}: {facts['max_num_seqs']} slots, "
         f"{facts['max_num_batched_tokens']} tokens a step, context {facts['max_model_len']}, KV cache "
         f"{facts['kv_cache_bytes'] / 1e9:.2f} GB ({facts['batching']} batching)"
     )
-    for notice in serving.engine.limits.notices:
+    for notice in ready.engine.limits.notices:
         progress.note(notice)
     default = SamplingParams()
     shown = {

