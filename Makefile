@@ -21,7 +21,8 @@ setup: .venv/.installed ## create .venv with the tested versions, development to
 	@touch $@
 
 run: setup ## run the example prompts on the demo model and show the rows
-	$(BIN)/cbgen run examples/prompts.jsonl -o build/answers.jsonl --overwrite --max-tokens 100 $(ARGS)
+	@rm -rf build/answers.jsonl*
+	$(BIN)/cbgen run examples/prompts.jsonl -o build/answers.jsonl --max-tokens 100 $(ARGS)
 	@$(BIN)/python examples/show.py build/answers.jsonl
 
 test: setup ## all tests; no network, no GPU
