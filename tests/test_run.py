@@ -186,6 +186,20 @@ def test_an_output_that_was_cut_short_is_repaired(tmp_path, chain_model, capsys)
     assert "was cut short: 3 of 6 rows are whole" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["state.json", "run.json"])
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b'{"rows": 1}'])
+def test_a_lost_or_broken_sidecar_file_never_costs_rows(tmp_path, chain_model, capsys, name, content):
+    rows = [{"prompt": "say 1"}, {"prompt": "say 2"}]
+    run(tmp_path, chain_model, rows)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    path = tmp_path / "out.jsonl.cbgen" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    assert run(tmp_path, chain_model, rows)[0] == 4
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert run(tmp_path, chain_model, rows, "--overwrite")[0] == 0
+
+
 def test_an_empty_input_needs_no_model(tmp_path):
     code, records = run(tmp_path, "demo", [], "--limit", "0")
     assert (code, records) == (0, [])

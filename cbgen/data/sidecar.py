@@ -135,12 +135,13 @@ class Sidecar:
         """
         if not self.has_begun or self._config.overwrite:
             return
-        document = loads((self.directory / "run.json").read_bytes())
-        if document["format_version"] != FORMAT_VERSION:
+        with self._whole_file("run.json") as data:
+            document = loads(data)
+            version, before = document["format_version"], dict(document["fingerprint"])
+        if version != FORMAT_VERSION:
             raise RefusedError(
                 f"{self.output} was begun by another version of cbgen; finish it there, or use --overwrite"
             )
-        before = document["fingerprint"]
         now = orjson.loads(orjson.dumps(fingerprint))
         differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if differing:
@@ -151,11 +152,32 @@ class Sidecar:
             )
 
     def read_state(self) -> State:
-        """What is committed; nothing, for a new output or one to be overwritten."""
-        path = self.directory / "state.json"
-        if not self.has_begun or self._config.overwrite or not path.exists():
+        """What is committed; nothing, for a new output or one to be overwritten.
+
+        Raises:
+            RefusedError: state.json is gone or broken, so that rows could be lost by going on.
+        """
+        if not self.has_begun or self._config.overwrite:
             return State()
-        return State.from_json(path.read_bytes())
+        if not (self.directory / "state.json").exists() and not self._output_size():
+            return State()  # stopped right after run.json was written
+        with self._whole_file("state.json") as data:
+            return State.from_json(data)
+
+    @contextlib.contextmanager
+    def _whole_file(self, name: str) -> Iterator[bytes]:
+        """The bytes of one of our files; whatever goes wrong with them refuses the run."""
+        path = self.directory / name
+        try:
+            yield path.read_bytes()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RefusedError(
+                f"{path} is missing or damaged, so it is not known how far {self.output} is finished; put it back, or "
+                "start anew with --overwrite (the old file is kept as a backup)"
+            ) from error
+
+    def _output_size(self) -> int:
+        return self.output.stat().st_size if self.output.exists() else 0
 
     def write_state(self, state: State) -> None:
         replace_file(self.directory / "state.json", orjson.dumps(asdict(state)))
@@ -170,7 +192,7 @@ class Sidecar:
         """
         if not self.has_begun or self._config.overwrite:
             return state
-        size = self.output.stat().st_size if self.output.exists() else 0
+        size = self._output_size()
         if size >= state.num_bytes:
             if size > state.num_bytes:
                 os.truncate(self.output, state.num_bytes)
