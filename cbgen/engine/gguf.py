@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cbgen.engine.manners import named_errors, quiet_transformers
+from cbgen.engine.hf_loading import named_errors, quiet_transformers
 from cbgen.engine.model_files import ModelFiles, conversion_directory
 
 _CONVERTED_GGUF_BYTES = 1 << 30  # larger files are de-quantized on every load rather than kept in the cache

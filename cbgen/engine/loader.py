@@ -23,8 +23,8 @@ from cbgen.engine.attention.base import (
 )
 from cbgen.engine.attention.reference import ProbeBackend
 from cbgen.engine.gguf import converted, gguf_tokenizer
+from cbgen.engine.hf_loading import named_errors, quiet_transformers
 from cbgen.engine.kv_cache import LayerSpec
-from cbgen.engine.manners import named_errors, quiet_transformers
 from cbgen.engine.model_files import ModelFiles
 from cbgen.errors import ModelError, UsageError
 

@@ -29,14 +29,14 @@ def quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice on stderr while loading."""
     from transformers.utils import logging
 
-    manners: Any = logging
-    verbosity, bars = manners.get_verbosity(), manners.is_progress_bar_enabled()
-    manners.set_verbosity_error()
-    manners.disable_progress_bar()
+    hf_logging: Any = logging
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws its bar without asking
             yield
     finally:
-        manners.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if bars:
-            manners.enable_progress_bar()
+            hf_logging.enable_progress_bar()
