@@ -5,6 +5,8 @@ Enters: a `Snapshot` after every step, most of which are ignored. Nothing here d
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import time
@@ -43,7 +45,7 @@ class Progress:
     """Prints snapshots at a bearable rate. Use as a context manager."""
 
     def __init__(self, interval_seconds: float, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        self._stream: TextIO = stream or sys.stderr or io.StringIO()  # stderr is None when it was closed at start
         self._live = is_live(self._stream)
         self._interval = _LIVE_SECONDS if self._live else interval_seconds
         self._started = time.monotonic()
@@ -63,12 +65,13 @@ class Progress:
             self._bar.close()
 
     def note(self, text: str) -> None:
-        """A line of its own that does not tear the live one."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        """A line of its own that does not tear the live one. A reader that went away must not end the run."""
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                self._stream.write(text + "\n")
+                self._stream.flush()
 
     def is_due(self) -> bool:
         """Whether `update` would print; asked first, so that most steps do not even build a snapshot."""

@@ -223,3 +223,18 @@ def test_finished_run_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert line.startswith("100% | ")
     assert line.endswith("eta 0:00")
+
+
+def test_a_stream_that_went_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with Progress(0.1, Gone()) as progress:
+        progress.note("nobody reads this")
+
+
+def test_a_closed_stderr_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with Progress(0.1) as progress:
+        progress.note("nobody reads this")
