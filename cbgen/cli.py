@@ -59,7 +59,7 @@ class Size(click.ParamType[int]):
         unit = _SIZES.get(text[-1:], 1)
         try:
             return int(float(text.rstrip("kmgt")) * unit)
-        except ValueError:
+        except (ValueError, OverflowError):
             self.fail(f"{value!r} is not a size; write something like 512M or 2G", param, ctx)
 
 

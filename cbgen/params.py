@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 1024
+_GREEDY_BELOW = 1e-30  # dividing logits by less overflows float32
+_LARGEST = 2**63  # whole numbers are below it: they are stored and sent as 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
+        _require(1 <= self.max_tokens < _LARGEST, "max_tokens", "at least 1", self.max_tokens)
+        _require(0 <= self.min_tokens < _LARGEST, "min_tokens", "0 or more", self.min_tokens)
         _require(0 <= self.temperature < math.inf, "temperature", "0 or more", self.temperature)
-        _require(self.top_k >= 0, "top_k", "0 or -1 (off) or more", self.top_k)
+        _require(0 <= self.top_k < _LARGEST, "top_k", "0 or -1 (off) or more", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p)
         _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0", self.repetition_penalty)
@@ -49,7 +51,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _GREEDY_BELOW
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready values, for the fingerprint and the summary."""

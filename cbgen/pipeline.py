@@ -96,7 +96,8 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
             replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
             progress.note(f"{config.output.path}\n{format_summary(summary)}")
     if signals.requested:
-        raise Stopped(f"stopped by {signals.requested}; the same command continues after row {writer.state.rows:,}")
+        again = "the same command without --overwrite" if config.output.overwrite else "the same command"
+        raise Stopped(f"stopped by {signals.requested}; {again} continues after row {writer.state.rows:,}")
     return EXIT_ROW_ERRORS if writer.state.tally.num_errors else EXIT_OK
 
 

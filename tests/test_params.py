@@ -54,9 +54,10 @@ def test_values_out_of_range_are_refused_by_name_and_value(name: str, values: li
         assert repr(value) in str(refused.value)
 
 
-def test_only_temperature_zero_is_greedy() -> None:
+def test_only_temperature_zero_and_what_float32_takes_for_it_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert not SamplingParams(temperature=1e-9).is_greedy
+    assert SamplingParams(temperature=1e-46).is_greedy, "no float32 can be divided by it"
 
 
 def test_params_do_not_change() -> None:

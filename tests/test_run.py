@@ -200,6 +200,41 @@ def test_a_lost_or_broken_sidecar_file_never_costs_rows(tmp_path, chain_model, c
     assert run(tmp_path, chain_model, rows, "--overwrite")[0] == 0
 
 
+@pytest.mark.parametrize("edit", ["first lines gone", "a line in the middle gone", "longer"])
+def test_an_output_that_was_edited_is_refused_and_left_alone(tmp_path, chain_model, capsys, edit):
+    rows = [{"id": i, "prompt": f"row {i} 1"} for i in range(9)]
+    run(tmp_path, chain_model, rows)
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    if edit == "first lines gone":
+        edited = b"".join(lines[3:])
+    elif edit == "a line in the middle gone":
+        edited = b"".join(lines[:4] + lines[5:])
+    else:
+        edited = b"".join(lines).replace(b"alpha", b"ALPHABET")
+    (tmp_path / "out.jsonl").write_bytes(edited)
+    assert run(tmp_path, chain_model, rows)[0] == 4
+    assert "was edited since it was written" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes()[: len(edited) // 2] == edited[: len(edited) // 2]
+
+
+def test_a_late_column_clash_is_a_row_error_after_a_resume_too(tmp_path, chain_model):
+    rows = [{"prompt": "say 1"} for _ in range(150)]
+    rows[120]["error"] = "mine"
+    assert len(run(tmp_path, chain_model, rows, "--limit", "60")[1]) == 60
+    code, records = run(tmp_path, chain_model, rows)
+    assert (code, len(records), records[120]["error"]["code"]) == (3, 150, "column_clash")
+
+
+def test_a_refused_run_keeps_what_is_left_of_the_sidecar(tmp_path, chain_model):
+    rows = [{"prompt": "say 1"}]
+    run(tmp_path, chain_model, rows)
+    saved = (tmp_path / "out.jsonl.cbgen" / "run.json").read_bytes()
+    (tmp_path / "out.jsonl.cbgen" / "run.json").unlink()
+    assert run(tmp_path, chain_model, rows)[0] == 4
+    (tmp_path / "out.jsonl.cbgen" / "run.json").write_bytes(saved)
+    assert run(tmp_path, chain_model, rows)[0] == 0
+
+
 def test_an_empty_input_needs_no_model(tmp_path):
     code, records = run(tmp_path, "demo", [], "--limit", "0")
     assert (code, records) == (0, [])
@@ -225,6 +260,8 @@ def test_limit_takes_the_first_rows_and_a_higher_one_goes_on(tmp_path, chain_mod
         (("--template", "{{ x"), 2, "--template does not parse"),
         (("--device", "cuda:99"), 5, "CUDA"),
         (("--device", "tpu"), 2, "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        (("--max-tokens", str(2**70)), 2, "max_tokens must be at least 1"),
+        (("--kv-cache-memory", "inf"), 2, "512M"),
         (("--stop", ""), 2, "stop must be non-empty strings"),
         (("--stop-token-id", "99999"), 2, "stop token id 99999 is outside the vocabulary"),
     ],

@@ -28,9 +28,9 @@ from typing import Any
 import orjson
 
 from cbgen.config import OutputConfig
-from cbgen.data.lines import loads
+from cbgen.data.lines import dumps, loads
 from cbgen.errors import CbgenError, RefusedError, UsageError
-from cbgen.records import Position, Tally
+from cbgen.records import Position, Row, Tally
 
 FORMAT_VERSION = 1
 
@@ -101,7 +101,8 @@ class Sidecar:
                 )
             yield sidecar
         finally:
-            if locked and not sidecar.has_begun:  # refused or failed before the first row: leave no trace
+            # Refused or failed before the first row: leave no trace, but touch nothing that an earlier run left.
+            if locked and [path.name for path in directory.iterdir()] == ["lock"]:
                 shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
@@ -164,6 +165,18 @@ class Sidecar:
         with self._whole_file("state.json") as data:
             return State.from_json(data)
 
+    def _check_line_end(self, num_bytes: int) -> None:
+        """Committed bytes end with a line; when they do not, somebody edited the output, and cutting would tear a row.
+
+        Raises:
+            RefusedError: they do not.
+        """
+        if num_bytes:
+            with self.output.open("rb") as file:
+                file.seek(num_bytes - 1)
+                if file.read(1) != b"\n":
+                    raise edited_output(self.output)
+
     @contextlib.contextmanager
     def _whole_file(self, name: str) -> Iterator[bytes]:
         """The bytes of one of our files; whatever goes wrong with them refuses the run."""
@@ -194,6 +207,7 @@ class Sidecar:
             return state
         size = self._output_size()
         if size >= state.num_bytes:
+            self._check_line_end(state.num_bytes)
             if size > state.num_bytes:
                 os.truncate(self.output, state.num_bytes)
             return state
@@ -218,6 +232,8 @@ def _free_backup_path(output: Path) -> Path:
 
 
 def _check_output_path(output: Path, inputs: tuple[str, ...]) -> None:
+    if str(output) == "-" or (output.exists() and not output.is_file() and not output.is_dir()):
+        raise UsageError(f"-o {output} is no regular file, so a stopped run could not be continued; name a .jsonl file")
     if output.is_dir():
         raise UsageError(f"-o {output} is a directory; name a file in it, such as {output / 'out.jsonl'}")
     if output.suffix in (".parquet", ".gz", ".zst", ".csv"):
@@ -257,6 +273,25 @@ def replace_file(path: Path, data: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def edited_output(output: Path) -> RefusedError:
+    """The refusal for an output whose lines are no longer the ones that were committed."""
+    return RefusedError(
+        f"{output} was edited since it was written, so its lines no longer answer the rows they stand for; put it "
+        "back, choose another -o, or start anew with --overwrite (the old file is kept as a backup)"
+    )
+
+
+def answers(line: bytes, row: Row, config: OutputConfig) -> bool:
+    """Whether an output line is the answer to this row, judged by the columns it carries."""
+    record = loads(line)
+    if config.field("completion") not in record:
+        return bool(record.get("custom_id") == row.columns.get("custom_id"))
+    if row.error is not None:
+        return record[config.field("error")] is not None
+    carried = loads(dumps(row.columns))
+    return all(name in record and record[name] == value for name, value in carried.items())
 
 
 def _record_facts(line: bytes, config: OutputConfig) -> tuple[str | None, int, int] | None:
