@@ -75,9 +75,10 @@ def kill_many_times(directory, model, num_rows, num_kills, *arguments):
 
 
 def test_killed_at_random_moments_it_ends_in_the_same_bytes(tmp_path, chain_model):
-    _, output, expected, log = kill_many_times(tmp_path, chain_model, 3000, 6, "--max-num-seqs", "16")
+    killed, output, expected, log = kill_many_times(tmp_path, chain_model, 3000, 6, "--max-num-seqs", "16")
     assert output == expected
-    assert len(log) == len(set(log)) == 3000, f"{len(log) - len(set(log))} finished rows were generated again"
+    assert len(log) == len(set(log)), f"{len(log) - len(set(log))} finished rows were generated again"
+    assert len(log) >= 3000 - killed  # a kill may fall between the journal and the note of it: one row each
     assert not list((tmp_path / "out.jsonl.cbgen").glob("wal-*"))
 
 
@@ -88,7 +89,8 @@ def test_the_demo_model_survives_thirty_kills(tmp_path):
     killed, output, expected, log = kill_many_times(tmp_path, "demo", 400, 30, *arguments)
     sys.stdout.write(f"{killed} kills, {len(log)} rows finished, {len(log) - len(set(log))} of them twice\n")
     assert output == expected
-    assert len(log) == len(set(log)) == 400
+    assert len(log) == len(set(log))
+    assert len(log) >= 400 - killed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
