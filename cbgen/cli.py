@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from cbgen import __version__
-from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, RunConfig
+from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig
 from cbgen.errors import CbgenError, UsageError
 from cbgen.params import DEFAULT_MAX_TOKENS, PARAM_NAMES
 
@@ -245,7 +245,7 @@ def _run_config(inputs: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
         ),
         sampling={name: options[name] for name in PARAM_NAMES if options[name] not in (None, ())},
         limit=options["limit"],
-        progress_seconds=options["progress_interval"],
+        report=ReportConfig(progress_seconds=options["progress_interval"]),
     )
 
 

@@ -17,46 +17,26 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from cbgen import __version__
 from cbgen.config import RunConfig
-from cbgen.data.detokenizer import Detokenizer, StopStringMatcher
 from cbgen.data.feed import PromptFeed
 from cbgen.data.prompts import PromptBuilder, compile_template
 from cbgen.data.readers import Source, check_inputs, input_fraction
 from cbgen.data.resume import Start, find_start
 from cbgen.data.sidecar import Sidecar, replace_file
-from cbgen.data.writers import OrderedWriter, format_record
+from cbgen.data.writers import OrderedWriter
 from cbgen.engine.model_files import ModelFiles, find_model, is_converted, model_identity, sampling_defaults
-from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, RowError, Stopped, UsageError
+from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, Stopped, UsageError
+from cbgen.job import Job, Serving
 from cbgen.params import SamplingParams, merge_params
-from cbgen.records import Completion, EngineStats, Generation, Prompt, Row
+from cbgen.records import EngineStats
 from cbgen.report.metrics import RunSummary, Timings, format_summary, summarize
-from cbgen.report.progress import Progress, Snapshot
+from cbgen.report.progress import Progress
 from cbgen.signals import StopSignals
-
-if TYPE_CHECKING:
-    from cbgen.engine.engine import Engine
-
-_WINDOW_SLOTS = (
-    32  # rows per slot that may be read ahead of the first unfinished one; fewer, and one long row starves the rest
-)
-_ENGINE_ERRORS = {
-    "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
-    "kv_never_fits": "the row needs more KV cache than there is; raise --kv-cache-memory or lower max_tokens",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A loaded model: what turns text into ids and back, and what generates token ids."""
-
-    tokenizer: Any
-    engine: Engine
-
 
 EngineFactory = Callable[[RunConfig, ModelFiles], Serving]
 
@@ -72,7 +52,7 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
         CbgenError: anything that ends the run; its `exit_code` is the command's.
     """
     clock = _Clock()
-    with StopSignals() as signals, Progress(config.progress_seconds) as progress:
+    with StopSignals() as signals, Progress(config.report.progress_seconds) as progress:
         plan = _plan(config)
         with Sidecar.open(config.output, config.inputs) as sidecar:
             sidecar.check_fingerprint(plan.fingerprint)
@@ -83,11 +63,15 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
             sidecar.begin(plan.fingerprint, {"settings": settings, "versions": _versions()})
             clock.loaded()
             with OrderedWriter(sidecar, start.state, plan.signatures()) as writer:
-                job = _Job(plan, ready, writer) if ready else None
+                job = (
+                    Job(ready.serving, ready.prompt_builder, writer, config.output, plan.files.description)
+                    if ready
+                    else None
+                )
                 signals.raise_at_once = False
                 if job:
-                    with PromptFeed(start.rows, job.ready.prompt_builder) as feed:
-                        _generate(job, feed, progress, signals)
+                    with PromptFeed(start.rows, job.prompt_builder) as feed:
+                        _generate(job, plan, feed, progress, signals)
                     if feed.failure is not None:
                         writer.commit()
                         raise feed.failure
@@ -104,7 +88,7 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
 # -- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def _generate(job: _Job, feed: PromptFeed, progress: Progress, signals: StopSignals) -> None:
+def _generate(job: Job, plan: _Plan, feed: PromptFeed, progress: Progress, signals: StopSignals) -> None:
     """Run until every row is finished, or a signal asks to stop; rows in flight are then generated again next time."""
     engine, writer = job.engine, job.writer
     while not signals.requested:
@@ -117,111 +101,11 @@ def _generate(job: _Job, feed: PromptFeed, progress: Progress, signals: StopSign
             return
         writer.tick()
         if progress.is_due():
-            progress.update(job.snapshot())
+            progress.update(job.snapshot(input_fraction(plan.sources, writer.state.position)))
 
 
-class _Job:
-    """The rows in flight, between the feed, the engine and the writer."""
-
-    def __init__(self, plan: _Plan, ready: _Ready, writer: OrderedWriter) -> None:
-        self.ready = ready
-        self.engine = ready.engine
-        self.writer = writer
-        self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
-        self.num_errors = 0
-        self._plan = plan
-        self._window = _WINDOW_SLOTS * ready.engine.limits.max_num_seqs
-        self._in_flight: dict[int, tuple[Prompt, StopStringMatcher | None]] = {}
-
-    def admit(self, feed: PromptFeed) -> None:
-        """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out."""
-        while self.engine.wants_more:
-            item = feed.peek(wait=not self.engine.has_unfinished)
-            if item is None:
-                return
-            row = item.row if isinstance(item, Prompt) else item
-            if row.index - self.writer.head >= self._window:
-                return
-            feed.take()
-            if self.writer.recovered(row):
-                continue
-            if isinstance(item, Prompt):
-                self._add(item)
-            else:
-                assert row.error is not None
-                self._put(row, row.error)
-
-    def _add(self, prompt: Prompt) -> None:
-        row, params = prompt.row, prompt.params
-        matcher, special_ids = None, self.ready.special_token_ids
-        stops = tuple(stop for stop in params.stop if stop not in special_ids)
-        if stops:
-            matcher = StopStringMatcher(
-                self.ready.detokenizer,
-                prompt.token_ids,
-                stops,
-                min_tokens=params.min_tokens,
-                include_stop=params.include_stop,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        self._in_flight[row.index] = prompt, matcher
-        self.num_prompt_tokens += len(prompt.token_ids)
-        refused = self.engine.add(
-            row.index,
-            prompt.token_ids,
-            params,
-            # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
-            random_stream=(params.seed, 0 if prompt.own_seed else row.index + 1, 0),
-            stop_token_ids=frozenset(special_ids[stop] for stop in params.stop if stop in special_ids),
-            stop_on_text=matcher,
-        )
-        if refused is not None:
-            self.finish(refused)
-
-    def finish(self, generation: Generation) -> None:
-        """Turn a generation into text and make it safe."""
-        prompt, matcher = self._in_flight.pop(generation.index)
-        self.num_completion_tokens += len(generation.token_ids)
-        if generation.finish_reason in _ENGINE_ERRORS:
-            message = f"{prompt.row.place}: {_ENGINE_ERRORS[generation.finish_reason]}"
-            self._put(prompt.row, RowError(generation.finish_reason, message))
-        else:
-            self._put(prompt.row, self._completion(prompt, matcher, generation))
-
-    def _completion(self, prompt: Prompt, matcher: StopStringMatcher | None, generation: Generation) -> Completion:
-        end = matcher.end if matcher else None
-        token_ids = generation.token_ids
-        # The token that ended the text is no part of it, unless a stop string did: then the text is cut instead.
-        shown = token_ids[:-1] if generation.finish_reason == "stop" and end is None else token_ids
-        text = self.ready.detokenizer.text(
-            prompt.token_ids, shown, skip_special_tokens=prompt.params.skip_special_tokens
-        )
-        return Completion(text[:end], generation.finish_reason, len(prompt.token_ids), len(token_ids), token_ids)
-
-    def _put(self, row: Row, outcome: Completion | RowError) -> None:
-        self.num_errors += isinstance(outcome, RowError)
-        self.writer.put(row, format_record(row, outcome, self._plan.config.output, self._plan.files.description))
-
-    def snapshot(self) -> Snapshot:
-        engine, writer = self.engine, self.writer
-        return Snapshot(
-            rows=writer.num_finished,
-            errors=self.num_errors,
-            prompt_tokens=self.num_prompt_tokens,
-            output_tokens=engine.stats.num_sampled_tokens,
-            running=engine.num_running,
-            waiting=engine.num_waiting,
-            kv_usage=engine.kv_usage,
-            head=writer.head,
-            fraction=input_fraction(self._plan.sources, writer.state.position),
-        )
-
-
-def _special_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Special tokens by their text: as stop strings they are matched by id, since text has them removed."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: token_id for token_id, token in added.items() if token.special}
+def _start_job(plan: _Plan, ready: _Ready, writer: OrderedWriter) -> Job:
+    return Job(ready.serving, ready.prompt_builder, writer, plan.config.output, plan.files.description)
 
 
 # -- before the loop --------------------------------------------------------------------------------------------------
@@ -245,10 +129,8 @@ class _Plan:
 class _Ready:
     """A loaded model, and what stands between it and rows of text."""
 
-    engine: Engine
+    serving: Serving
     prompt_builder: PromptBuilder
-    detokenizer: Detokenizer
-    special_token_ids: dict[str, int]
 
 
 def _plan(config: RunConfig) -> _Plan:
@@ -297,7 +179,7 @@ def _get_ready(plan: _Plan, progress: Progress, make_serving: EngineFactory) -> 
         engine.vocab_size,
         plan.config.output.result_fields,
     )
-    return _Ready(engine, builder, Detokenizer(serving.tokenizer), _special_token_ids(serving.tokenizer))
+    return _Ready(serving, builder)
 
 
 def _load(config: RunConfig, files: ModelFiles) -> Serving:
@@ -350,7 +232,7 @@ def _settings(plan: _Plan, ready: _Ready | None) -> dict[str, Any]:
         "engine": asdict(config.engine),
     }
     if ready is not None:
-        settings["engine"] |= ready.engine.describe()
+        settings["engine"] |= ready.serving.engine.describe()
     return settings
 
 
@@ -359,13 +241,13 @@ def _announce(progress: Progress, plan: _Plan, ready: _Ready | None, start: Star
     if ready is None:
         progress.note("nothing to generate: every row of the input is in the output")
         return
-    facts = ready.engine.describe()
+    facts = ready.serving.engine.describe()
     progress.note(
         f"model {plan.files.description}, {facts['dtype']} on {facts['device']}: {facts['max_num_seqs']} slots, "
         f"{facts['max_num_batched_tokens']} tokens a step, context {facts['max_model_len']}, KV cache "
         f"{facts['kv_cache_bytes'] / 1e9:.2f} GB ({facts['batching']} batching)"
     )
-    for notice in ready.engine.limits.notices:
+    for notice in ready.serving.engine.limits.notices:
         progress.note(notice)
     default = SamplingParams()
     shown = {
@@ -377,7 +259,7 @@ def _announce(progress: Progress, plan: _Plan, ready: _Ready | None, start: Star
 
 
 def _summarize(
-    clock: _Clock, start: Start, writer: OrderedWriter, job: _Job | None, settings: dict[str, Any], *, complete: bool
+    clock: _Clock, start: Start, writer: OrderedWriter, job: Job | None, settings: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
     return summarize(
         RunSummary(

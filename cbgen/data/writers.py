@@ -14,13 +14,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from cbgen.config import OutputConfig
 from cbgen.data.journal import Journal, Record
-from cbgen.data.lines import dumps
-from cbgen.data.openai import batch_record
 from cbgen.data.sidecar import Sidecar, State, chain, named_disk_errors
-from cbgen.errors import RefusedError, RowError
-from cbgen.records import Completion, Position, Row
+from cbgen.errors import RefusedError
+from cbgen.records import Position, Row
 
 _COMMIT_SECONDS = 1.0
 _MAX_COMMIT_SHARE = 0.05  # of wall time; a slow filesystem commits less often instead of stalling the engine
@@ -149,35 +146,3 @@ class OrderedWriter:
     def __exit__(self, *_: object) -> None:
         os.close(self._output)
         self._journal.close()
-
-
-def format_record(row: Row, outcome: Completion | RowError, config: OutputConfig, model: str) -> Record:
-    """The output line of a row: its own columns, then the result fields; or an OpenAI Batch answer."""
-    completion = outcome if isinstance(outcome, Completion) else None
-    num_prompt = completion.num_prompt_tokens if completion else 0
-    num_completion = completion.num_completion_tokens if completion else 0
-    if row.form == "native":
-        value = {**row.columns, **_result_fields(outcome, completion, config)}
-    else:
-        value = batch_record(row, outcome, model)
-    code = None if completion else outcome.code  # type: ignore[union-attr]
-    return Record(row.index, row.checksum, code, num_prompt, num_completion, dumps(value))
-
-
-def _result_fields(
-    outcome: Completion | RowError, completion: Completion | None, config: OutputConfig
-) -> dict[str, Any]:
-    """Always the same keys, so that every record of a file has the same shape."""
-    fields: dict[str, Any] = {
-        "completion": completion.text if completion else None,
-        "finish_reason": completion.finish_reason if completion else None,
-        "usage": {
-            "prompt_tokens": completion.num_prompt_tokens if completion else 0,
-            "completion_tokens": completion.num_completion_tokens if completion else 0,
-            "cached_tokens": 0,
-        },
-        "error": {"code": outcome.code, "message": outcome.message} if isinstance(outcome, RowError) else None,
-    }
-    if config.token_ids:
-        fields["token_ids"] = completion.token_ids if completion else None
-    return {config.field(name): value for name, value in fields.items()}

@@ -17,9 +17,10 @@ from cbgen.config import OutputConfig
 from cbgen.data import journal as journal_module
 from cbgen.data import sidecar as sidecar_module
 from cbgen.data import writers as writers_module
+from cbgen.data.formats import format_record
 from cbgen.data.journal import Record
 from cbgen.data.sidecar import Sidecar, State, chain
-from cbgen.data.writers import OrderedWriter, format_record
+from cbgen.data.writers import OrderedWriter
 from cbgen.errors import CbgenError, RefusedError, RowError, UsageError
 from cbgen.records import Completion, Position, Row, Tally
 from tests.helpers import make_row
