@@ -5,6 +5,7 @@ Precedence: flag > `CBGEN_*` environment variable > `--config` file > default. s
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
@@ -14,12 +15,29 @@ from typing import Any, TypeVar
 import click
 
 from cbgen import __version__
-from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig
+from cbgen.config import (
+    EngineConfig,
+    ErrorAllowance,
+    ModelConfig,
+    OutputConfig,
+    PromptConfig,
+    ReportConfig,
+    RunConfig,
+    StopConfig,
+)
 from cbgen.errors import CbgenError, UsageError
 from cbgen.params import DEFAULT_MAX_TOKENS, PARAM_NAMES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_EXCLUSIONS = (
+    ("resume", "overwrite"),
+    ("retry_errors", "overwrite"),
+    ("verify", "overwrite"),
+    ("verify", "retry_errors"),
+)
+_NOT_WITH_STDOUT = ("json", "verify", "retry_errors", "overwrite")
 
 
 # -- click, with options in groups ------------------------------------------------------------------------------------
@@ -61,6 +79,43 @@ class Size(click.ParamType[int]):
             return int(float(text.rstrip("kmgt")) * unit)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is not a size; write something like 512M or 2G", param, ctx)
+
+
+class Duration(click.ParamType[float]):
+    """Seconds: a number, or one with s, m, h or d behind it. At least `minimum`, and never without end."""
+
+    name = "seconds"
+
+    def __init__(self, minimum: float = 0.0) -> None:
+        self.minimum = minimum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip().lower()
+        unit = _SECONDS.get(text[-1:])
+        try:
+            seconds = float(text[:-1] if unit else text) * (unit or 1)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a time; write seconds, or something like 90s, 30m, 2h or 1d", param, ctx)
+        if seconds < self.minimum:
+            self.fail(f"{value!r} is too short; the least is {self.minimum:g} seconds", param, ctx)
+        return seconds
+
+
+class Allowance(click.ParamType[ErrorAllowance]):
+    """A count of rows, or a fraction of them."""
+
+    name = "allowance"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> ErrorAllowance:
+        if isinstance(value, ErrorAllowance):
+            return value
+        try:
+            # A float of a config file may have an exponent, which tells a fraction as a point does.
+            return ErrorAllowance.parse(f"{value:f}" if isinstance(value, float) else str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
@@ -148,12 +203,24 @@ def cli() -> None:
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @_options(
     "Output",
-    _option("-o", "--output", required=True, metavar="OUT", help="JSONL file to write; run again to continue it."),
+    _option("-o", "--output", required=True, metavar="FILE|DIR|URI|-",
+            help="A file, a directory of parts, the URI of one, or - for stdout; run again to continue."),
+    _option("--format", type=click.Choice(["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]),
+            help="Form of the file or the parts.  [default: by the name, and jsonl in a directory]"),
+    _option("--rows-per-part", type=click.IntRange(min=1), default=10_000, show_default=True,
+            help="Rows in each part of a directory."),
+    _option("--state-dir", metavar="DIR", help="Where the state of the run is kept.  [default: beside the output]"),
     _option("--overwrite", is_flag=True, help="Start anew; an existing file is kept as a backup."),
     _option("--resume", is_flag=True, help="Continue an unfinished output. This is the default anyway."),
+    _option("--retry-errors", is_flag=True, help="Generate the rows again that are errors in the output."),
+    _option("--verify", is_flag=True, help="Only compare the output with its state, and generate nothing."),
+    _option("--keep", multiple=True, metavar="COLUMN,...",
+            help="Carry only these columns through; repeatable.  [default: all]"),
+    _option("--append-message", is_flag=True, help="Add the answer to the row's messages."),
+    _option("--source", is_flag=True, help="Add the file and line each row came from."),
     _option("--token-ids", is_flag=True, help="Add the generated token ids to each record."),
     _option("--result-prefix", default="", help="Put this before the names of result fields."),
-)
+)  # fmt: skip
 @_options(
     "Input",
     _option("--limit", type=click.IntRange(min=0), help="Only the first N rows."),
@@ -183,6 +250,7 @@ def cli() -> None:
 )  # fmt: skip
 @_options(
     "Sampling (defaults come from the model's generation_config.json; rows may override)",
+    *([_option("--n", type=int, help="Samples of each row.  [default: 1]")] if "n" in PARAM_NAMES else []),
     _option("--max-tokens", type=int, help=f"Most tokens to generate for a row.  [default: {DEFAULT_MAX_TOKENS}]"),
     _option("--min-tokens", type=int, help="No stop before so many tokens."),
     _option("--temperature", type=float, help="0 is greedy."),
@@ -207,9 +275,25 @@ def cli() -> None:
     _option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, such as 2G.  [default: by free memory]"),
 )  # fmt: skip
 @_options(
+    "Stopping",
+    _option("--max-time", type=Duration(), metavar="TIME",
+            help="Stop after so long, loading included: seconds, or 90s, 30m, 2h, 1d. Run again to continue."),
+    _option("--max-output-tokens", type=click.IntRange(min=1), help="Stop when this run generated so many tokens."),
+    _option("--grace", type=Duration(), default=5.0, show_default=True, metavar="TIME",
+            help="How long rows in flight may still finish at a stop."),
+    _option("--fail-on-error", type=Allowance(), default="0", show_default=True, metavar="N|FRACTION",
+            help="More rows with errors than this make the exit code 3."),
+    _option("--fail-fast", is_flag=True, help="Stop as soon as there are more errors than --fail-on-error allows."),
+)  # fmt: skip
+@_options(
     "Progress",
-    _option("--progress-interval", type=click.FloatRange(min=0.1), default=30.0, show_default=True,
-            help="Seconds between lines where there is no terminal."),
+    _option("--progress", type=click.Choice(["auto", "bar", "plain", "none"]), default="auto", show_default=True,
+            help="A live line, or a plain one at intervals; auto asks the terminal."),
+    _option("--progress-interval", type=Duration(0.1), default=30.0, show_default=True, metavar="TIME",
+            help="Time between plain lines."),
+    _option("--json", is_flag=True, help="Records for programs on stdout, one JSON object a line."),
+    _option("--github/--no-github", default=None,
+            help="Step summary and annotations.  [default: where GitHub Actions runs this]"),
 )  # fmt: skip
 def run(inputs: tuple[str, ...], resume: bool, **options: Any) -> None:
     """Generate a completion for every row of INPUT (JSONL, plain or .gz/.zst; Parquet; - for stdin).
@@ -220,9 +304,29 @@ def run(inputs: tuple[str, ...], resume: bool, **options: Any) -> None:
     """
     from cbgen import pipeline
 
-    if resume and options["overwrite"]:
-        raise UsageError("--resume and --overwrite exclude each other")
+    _check_exclusions(inputs, {"resume": resume, **options})
     sys.exit(pipeline.run(_run_config(inputs, options)))
+
+
+def _check_exclusions(inputs: tuple[str, ...], options: dict[str, Any]) -> None:
+    for first, second in _EXCLUSIONS:
+        if options[first] and options[second]:
+            raise UsageError(f"{_spelled(first)} and {_spelled(second)} exclude each other")
+    if options["output"] == "-":
+        for name in _NOT_WITH_STDOUT:
+            if options[name]:
+                raise UsageError(f"{_spelled(name)} does not go with -o -: give a file with --output")
+    if inputs.count("-") > 1:
+        raise UsageError("stdin can be read only once: give - once")
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _columns(keep: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The columns that --keep names; None when it was not given, and none at all for an empty one."""
+    return tuple(column for text in keep for column in text.split(",") if column) if keep else None
 
 
 def _run_config(inputs: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
@@ -232,7 +336,12 @@ def _run_config(inputs: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
     chat_template = options["chat_template"]
     return RunConfig(
         inputs=inputs,
-        output=OutputConfig(path=options["output"], **pick("overwrite", "token_ids", "result_prefix")),
+        output=OutputConfig(
+            path=options["output"],
+            keep=_columns(options["keep"]),
+            **pick("format", "rows_per_part", "state_dir", "overwrite", "retry_errors"),
+            **pick("append_message", "source", "token_ids", "result_prefix"),
+        ),
         model=ModelConfig(name=options["model"], **pick("revision", "dtype", "device", "trust_remote_code")),
         prompt=PromptConfig(
             template=_text_or_file(options["template"], "--template"),
@@ -245,7 +354,13 @@ def _run_config(inputs: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
         ),
         sampling={name: options[name] for name in PARAM_NAMES if options[name] not in (None, ())},
         limit=options["limit"],
-        report=ReportConfig(progress_seconds=options["progress_interval"]),
+        verify=options["verify"],
+        stop=StopConfig(
+            max_seconds=options["max_time"],
+            grace_seconds=options["grace"],
+            **pick("max_output_tokens", "fail_fast", "fail_on_error"),
+        ),
+        report=ReportConfig(progress_seconds=options["progress_interval"], **pick("progress", "json", "github")),
     )
 
 
