@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cbgen.params import PARAM_NAMES, SamplingParams, merge_params
+from cbgen.params import PARAM_NAMES, SamplingParams, check_vocabulary, merge_params, shown
 
 BASE = SamplingParams(max_tokens=7, temperature=0.5, stop=("x",), seed=3)
 
@@ -15,13 +15,15 @@ BASE = SamplingParams(max_tokens=7, temperature=0.5, stop=("x",), seed=3)
 @pytest.mark.parametrize(
     ("name", "values"),
     [
+        ("n", [1, 128]),
         ("max_tokens", [1, 10**9]),
         ("min_tokens", [0, 5]),
-        ("temperature", [0.0, 1e-9, 100.0]),
+        ("temperature", [0.0, 5e-324, 1e-9, 100.0, 1e6]),
         ("top_k", [0, 1]),
         ("top_p", [1e-9, 1.0]),
         ("min_p", [0.0, 1.0]),
-        ("repetition_penalty", [0.5, 2.0]),
+        ("repetition_penalty", [0.001, 0.5, 2.0, 1000.0]),
+        ("logit_bias", [(), ((0, -100.0), (5, 100.0))]),
         ("seed", [0, 2**63 - 1]),
         ("stop", [(), ("a", "b")]),
         ("stop_token_ids", [(), (0, 5)]),
@@ -35,16 +37,17 @@ def test_values_in_range_are_taken(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [0, -1]),
-        ("min_tokens", [-1]),
-        ("temperature", [-0.1, math.inf, math.nan]),
-        ("top_k", [-2]),
+        ("n", [0, -1, 129]),
+        ("max_tokens", [0, -1, 2**63]),
+        ("min_tokens", [-1, 2**63]),
+        ("temperature", [-0.1, math.inf, math.nan, 1.1e6, 1e308]),
+        ("top_k", [-2, 2**63]),
         ("top_p", [0.0, 1.01, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, 5e-324, 1e-4, 1001.0, 1e39]),
         ("seed", [-1, 2**63]),
         ("stop", [("",), ("a", "")]),
-        ("stop_token_ids", [(-1,), (3, -1)]),
+        ("stop_token_ids", [(-1,), (3, -1), (2**63,)]),
     ],
 )
 def test_values_out_of_range_are_refused_by_name_and_value(name: str, values: list[Any]) -> None:
@@ -93,6 +96,10 @@ def test_overrides_win_over_the_base_and_leave_the_rest() -> None:
         ("stop", [], ()),
         ("stop_token_ids", 5, (5,)),
         ("stop_token_ids", [5, 6], (5, 6)),
+        ("n", 3.0, 3),
+        ("logit_bias", {}, ()),
+        ("logit_bias", {"7": 1, "3": -100}, ((3, -100.0), (7, 1.0))),
+        ("logit_bias", {7: 0.5}, ((7, 0.5),)),
         ("ignore_eos", True, True),
         ("seed", 2**63 - 1, 2**63 - 1),
     ],
@@ -126,6 +133,11 @@ def test_one_value_may_be_spelled_in_several_ways(name: str, given: Any, taken: 
         ("skip_special_tokens", "yes", "true or false"),
         ("max_tokens", 0, "at least 1"),
         ("top_k", -2, "0 or -1"),
+        ("n", 0, "from 1 to 128"),
+        ("n", 1.5, "a whole number"),
+        ("n", True, "must be a number"),
+        ("logit_bias", [[1, 2]], "an object of token ids"),
+        ("logit_bias", "-100", "an object of token ids"),
     ],
 )
 def test_wrong_types_are_refused_by_name_and_value(name: str, value: Any, words: str) -> None:
@@ -142,10 +154,63 @@ def test_every_parameter_refuses_an_object(name: str) -> None:
 
 def test_unknown_parameter_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown sampling parameter 'temprature'; known are max_tokens,.*temperature"
+        ValueError, match=r"unknown sampling parameter 'temprature'; known are n, max_tokens,.*temperature"
     ):
         merge_params(BASE, {"temprature": 1})
 
 
 def test_unknown_parameter_that_is_null_asks_for_nothing() -> None:
     assert merge_params(BASE, {"temprature": None}) is BASE
+
+
+@pytest.mark.parametrize("key", ["x", "", "-1", "1.0", " 1", "\u0663", "1" * 20, -1, 2**63, True, 1.0, None])
+def test_a_logit_bias_is_for_token_ids(key: Any) -> None:
+    with pytest.raises(ValueError, match=r"^logit_bias must have token ids as keys, not ") as refused:
+        merge_params(BASE, {"logit_bias": {key: 1}})
+    assert repr(key) in str(refused.value)
+
+
+@pytest.mark.parametrize("bias", [100.1, -101, math.nan, math.inf, "1", None, True, 10**400])
+def test_a_logit_bias_is_a_number_from_minus_100_to_100(bias: Any) -> None:
+    with pytest.raises(ValueError, match=r"^logit_bias "):
+        merge_params(BASE, {"logit_bias": {"1": bias}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, 10**400) for name in PARAM_NAMES] + [("logit_bias", {"5": 10**5000}), ("temperature", [10**5000])],
+)
+def test_numbers_beyond_any_register_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} "):
+        merge_params(BASE, {name: value})
+
+
+def test_messages_stay_short() -> None:
+    with pytest.raises(ValueError, match=r"^stop must be") as refused:
+        merge_params(BASE, {"stop": [1] * 100_000})
+    assert len(str(refused.value)) < 200
+    assert shown(10**5000) == "a number of thousands of digits"
+
+
+def test_params_with_a_bias_can_be_hashed_and_written() -> None:
+    params = merge_params(BASE, {"logit_bias": {"7": 1, "3": -100}})
+    assert hash(params) != hash(BASE)
+    assert json.loads(json.dumps(params.as_dict()))["logit_bias"] == {"3": -100.0, "7": 1.0}
+    assert merge_params(BASE, params.as_dict()) == params
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"stop_token_ids": [3, 50, 9]}, "stop_token_ids names token id 50,"),
+        ({"logit_bias": {"191222": -100, "1": 1}}, "logit_bias names token id 191222,"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{words} outside the vocabulary \(0 to 49\)$"):
+        check_vocabulary(merge_params(BASE, overrides), 50)
+
+
+def test_the_last_id_of_the_vocabulary_is_in_it() -> None:
+    check_vocabulary(merge_params(BASE, {"stop_token_ids": [49], "logit_bias": {"49": 1}}), 50)
+    check_vocabulary(BASE, 1)
