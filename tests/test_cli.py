@@ -1,6 +1,8 @@
 """The command line: help, precedence of flag, environment and file, and user mistakes. No model is loaded here."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -8,11 +10,28 @@ from pathlib import Path
 
 import click
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cbgen import cli
+from cbgen.config import ErrorAllowance, OutputConfig, ReportConfig, RunConfig, StopConfig
+from cbgen.options import Duration, GroupedOption
 from cbgen.params import PARAM_NAMES
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+SPELLINGS = {
+    spelling: param
+    for param in cli.run.params
+    if isinstance(param, GroupedOption) and param.name not in ("config", "print_config")
+    for spelling in param.spellings
+}
+A_VALUE = {
+    "format": "parquet", "dtype": "float32", "on_too_long": "error", "batching": "static", "progress": "bar",
+    "chat_template_kwargs": "{}", "logit_bias": "{}", "fail_on_error": "0.1",
+    **dict.fromkeys(
+        ("output", "state_dir", "keep", "result_prefix", "model", "revision", "device", "template", "prompt_column",
+         "messages_column", "system", "chat_template", "stop"), "text"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,7 +65,7 @@ def test_help_groups_its_options(capsys):
     text = capsys.readouterr().out
     headings = re.findall(r"^(\w[^\n]*):$", text, re.MULTILINE)
     assert [heading.split(" (")[0] for heading in headings] == [
-        "Output", "Input", "Model", "Prompts", "Sampling", "Engine", "Progress", "Other",
+        "Output", "Input", "Model", "Prompts", "Sampling", "Engine", "Stopping", "Progress", "Other",
     ]  # fmt: skip
 
 
@@ -70,14 +89,245 @@ def test_toml_config(configs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("temprature: 1\n", "'temprature'"), ("- a\n", "mapping"), ("a: [\n", "cannot read")]
+    ("content", "says"),
+    [
+        ("temprature: 1", "sets 'temprature', which is no option of `cbgen run`; did you mean 'temperature'?"),
+        ("engine: {max-num-seqs: 2}", "'engine'"),
+        ("- a", "mapping"),
+        ("5", "mapping"),
+        ("a: [", "line 2"),
+        ("1: 2", "sets 1,"),
+        ("on: 1", "sets True,"),
+        ("? [a]\n: b", "line 1"),
+        ("top-k: 1\ntop_k: 2", "'top-k' and 'top_k'"),
+        ("top-k: 1\ntop-k: 2", "twice"),
+        ("keep-special-tokens: true\nskip_special_tokens: true", "are the same option"),
+        ("max-tokens: true", "max-tokens to True, but it must be a whole number"),
+        ("max-tokens: 1.5", "whole number"),
+        ("max_tokens: [1]", "whole number"),
+        ("max_tokens: {a: 1}", "whole number"),
+        ("seed: lots", "set by file"),
+        ("temperature: [0.5]", "must be a number"),
+        ("kv-cache-memory: [1]", "must be a number"),
+        ("max-time: .inf", "--max-time"),
+        ("overwrite: 1", "true or false"),
+        ("progress: off", "one of auto, bar, plain, none"),
+        ("stop: [a, 3]", "stop to 3"),
+        ("revision: 2024-01-01", "in quotes"),
+        ("seed: 2024-13-45", "cannot read"),
+        ("chat_template_kwargs: [1]", "a mapping"),
+        ("chat_template_kwargs: {a: .nan}", "not valid JSON"),
+        ("chat_template_kwargs: &a {x: *a}", "not valid JSON"),
+        ("limit: 99999999999999999999", "too large"),
+        ('model: "a\\0b"', "NUL"),
+        ("!!python/object/apply:os.getcwd []", "line 1"),
+        ("a: " + "[" * 5000, "deep"),
+    ],
 )
-def test_a_config_file_with_a_mistake_is_refused(configs, tmp_path, capsys, content, says):
+def test_a_config_file_with_a_mistake_is_refused_in_one_sentence(configs, tmp_path, capsys, content, says):
     file = tmp_path / "c.yaml"
-    file.write_text(content)
+    file.write_text(content + "\n")
     assert run("--config", str(file)) == 2
-    assert says in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.startswith("cbgen: ")
+    assert message.count("\n") == 1
     assert configs == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("c.toml", b"a = [", "cannot read"),
+        ("c.yaml", b"\xff", "UTF-8"),
+        ("c.toml", b"seed = 1\nseed = 2", "cannot read"),
+    ],
+)
+def test_a_config_file_that_cannot_be_read_is_refused(configs, tmp_path, capsys, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    assert run("--config", str(tmp_path / name)) == 2
+    assert says in capsys.readouterr().err
+    assert run("--config", str(tmp_path / "none.yaml")) == 2
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(SPELLINGS)) | st.text(max_size=5),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+            max_leaves=5,
+        ),
+        max_size=4,
+    )
+)
+def test_any_config_file_is_taken_or_refused_and_never_a_traceback(tmp_path, monkeypatch, values):
+    monkeypatch.setattr("cbgen.pipeline.run", lambda config: 0)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "c.yaml"
+    file.write_text(json.dumps(values))
+    assert run("--config", str(file)) in (0, 2)
+
+
+def test_every_spelling_of_every_option_is_understood_in_files_and_environment(tmp_path, monkeypatch, capsys):
+    for spelling, param in SPELLINGS.items():
+        value = A_VALUE.get(param.name) or ("true" if param.is_flag else "5")
+        (tmp_path / "c.yaml").write_text(f"{spelling.replace('_', '-')}: {value}\n")
+        cli.main(["run", "--print-config", "--config", str(tmp_path / "c.yaml")])
+        assert capsys.readouterr().out.count("file ") == 1, spelling
+        monkeypatch.setenv(f"CBGEN_{spelling.upper()}", str(value))
+        cli.main(["run", "--print-config"])
+        assert capsys.readouterr().out.count(f"environment CBGEN_{spelling.upper()}\n") == 1, spelling
+        monkeypatch.delenv(f"CBGEN_{spelling.upper()}")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "value"),
+    [
+        ("STOP", "a b", "stop", ("a b",)),
+        ("STOP", '["a", "b c"]', "stop", ("a", "b c")),
+        ("STOP", "[INST]", "stop", ("[INST]",)),
+        ("STOP", "[1]", "stop", ("[1]",)),
+        ("STOP_TOKEN_ID", "5", "stop_token_ids", (5,)),
+        ("STOP_TOKEN_IDS", "5, 6 7", "stop_token_ids", (5, 6, 7)),
+        ("STOP_TOKEN_IDS", "[5]", "stop_token_ids", (5,)),
+        ("KEEP_SPECIAL_TOKENS", "1", "skip_special_tokens", False),
+        ("SKIP_SPECIAL_TOKENS", "no", "skip_special_tokens", False),
+        ("INCLUDE_STOP", "true", "include_stop", True),
+    ],
+)
+def test_environment_variables_as_people_write_them(configs, monkeypatch, variable, text, name, value):
+    monkeypatch.setenv(f"CBGEN_{variable}", text)
+    assert run() == 0
+    assert configs[0].sampling == {name: value}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"STOP_TOKEN_ID": "1", "STOP_TOKEN_IDS": "1"},
+        {"KEEP_SPECIAL_TOKENS": "maybe"},
+        {"MAX_TOKENS": "x"},
+        {"STOP_TOKEN_IDS": "[1, [2]]"},
+    ],
+)
+def test_environment_variables_with_a_mistake_are_refused_by_name(configs, monkeypatch, capsys, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"CBGEN_{name}", value)
+    assert run() == 2
+    assert all(f"CBGEN_{name}" in capsys.readouterr().err for name in list(variables)[:1])
+
+
+def test_a_scalar_in_a_file_is_one_value_of_a_repeatable_option(configs, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("stop: gamma\nstop-token-id: 7\nkeep-special-tokens: true\nkeep: a,b\nseed:\n")
+    assert run("--config", str(file)) == 0
+    assert configs[0].sampling == {"stop": ("gamma",), "stop_token_ids": (7,), "skip_special_tokens": False}
+    assert configs[0].output.keep == ("a", "b")
+
+
+def test_inputs_and_output_may_come_from_a_file(configs, tmp_path):
+    (tmp_path / "c.toml").write_text('inputs = ["a.jsonl", "b.jsonl"]\noutput = "o.jsonl"\n')
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--config", str(tmp_path / "c.toml")])
+    assert (configs[0].inputs, configs[0].output.path) == (("a.jsonl", "b.jsonl"), "o.jsonl")
+
+
+def test_print_config_shows_values_and_where_they_came_from(configs, capsys, monkeypatch, tmp_path):
+    (tmp_path / "c.yaml").write_text("top-k: 3\n")
+    monkeypatch.setenv("CBGEN_SEED", "4")
+    cli.main(["run", "--print-config", "--config", str(tmp_path / "c.yaml"), "--max-time", "2m"])
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    values = {name: (value, source) for name, value, source in rows}
+    assert values["--top-k"] == ("3", f"file {tmp_path / 'c.yaml'}")
+    assert values["--seed"] == ("4", "environment CBGEN_SEED")
+    assert values["--max-time"] == ("120.0", "flag")
+    assert values["--model"] == ("demo", "default")
+    assert configs == []
+
+
+def test_options_reach_the_config(configs):
+    run(*shlex.split("--format parquet --rows-per-part 5 --state-dir s --keep a,b --keep c --append-message --source"))
+    run(*shlex.split("--max-time 1h --max-output-tokens 9 --grace 2 --fail-fast --fail-on-error 1%"))
+    run(*shlex.split("--progress none --progress-interval 2m --json --github --verify"))
+    run(*shlex.split("--retry-errors --n 3 --no-github --keep"), "")
+    assert configs[0].output == OutputConfig(
+        path="out.jsonl", format="parquet", rows_per_part=5, state_dir="s", keep=("a", "b", "c"), append_message=True,
+        source=True,
+    )  # fmt: skip
+    assert configs[1].stop == StopConfig(
+        max_seconds=3600, max_output_tokens=9, grace_seconds=2, fail_fast=True, fail_on_error=ErrorAllowance(0, 0.01)
+    )
+    assert configs[2].report == ReportConfig(progress="none", progress_seconds=120, json=True, github=True)
+    assert configs[2].verify
+    assert (configs[3].output.retry_errors, configs[3].output.keep, configs[3].sampling) == (True, (), {"n": 3})
+    assert configs[3].report.github is False
+
+
+def test_defaults_of_the_command_line_are_those_of_the_config(configs):
+    run()
+    assert configs[0] == RunConfig(inputs=("in.jsonl",), output=OutputConfig(path="out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--resume --overwrite", "exclude each other"),
+        ("--retry-errors --overwrite", "exclude each other"),
+        ("--verify --overwrite", "exclude each other"),
+        ("--verify --retry-errors", "exclude each other"),
+        ("--json -o -", "-o -"),
+        ("--verify -o -", "-o -"),
+        ("--retry-errors -o -", "-o -"),
+        ("- -", "stdin"),
+        ("--rows-per-part 0", "--rows-per-part"),
+        ("--progress-interval nan", "nan"),
+        ("--progress-interval inf", "inf"),
+        ("--progress-interval 0", "0.1"),
+        ("--max-time 1e400", "1e400"),
+        ("--max-time -5", "-5"),
+        ("--grace -1", "-1"),
+        ("--max-output-tokens 0", "--max-output-tokens"),
+        ("--fail-on-error 1.5", "fraction"),
+        ("--fail-on-error -1", "fraction"),
+        ("--fail-on-error nan%", "fraction"),
+        ("--limit 99999999999999999999", "too large"),
+        ("--format csv", "csv"),
+        ("--bogus", "--bogus"),
+    ],
+)
+def test_mistakes_in_options_are_one_sentence(configs, capsys, arguments, says):
+    assert run(*arguments.split()) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.startswith("cbgen: ")
+    assert message.count("\n") == 1
+    assert configs == []
+
+
+@pytest.mark.parametrize("option", ["--output", "--stop", "--template", "--model", "--system", "--state-dir", ""])
+def test_what_is_not_utf8_is_refused_without_a_traceback(configs, capsys, option):
+    assert run(*([option] if option else []), "caf\udce9") == 2
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_time_as_people_write_it():
+    assert [Duration().convert(text, None, None) for text in ("5", "90s", "1.5m", "2H", "1d", 7)] == [
+        5, 90, 90, 7200, 86400, 7,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["simulate --lengths 5,5", "run --help", "run --print-config"])
+@pytest.mark.parametrize(("redirect", "code"), [("| true", 1), (">&-", 0), (">/dev/full", 1), ("2>&-", 0)])
+def test_a_stdout_that_is_closed_or_full_ends_without_a_traceback(command, redirect, code):
+    result = subprocess.run(
+        ["bash", "-c", f"sleep 0.1; {sys.executable} -m cbgen {command} {redirect}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert result.returncode in {code, 0}
 
 
 @pytest.mark.parametrize(
@@ -103,10 +353,6 @@ def test_template_from_a_file(configs, tmp_path, capsys):
 def test_every_sampling_parameter_is_an_option():
     options = {param.name for param in cli.run.params}
     assert set(PARAM_NAMES) <= options
-
-
-def test_resume_and_overwrite_exclude_each_other(configs, capsys):
-    assert run("--resume", "--overwrite") == 2
 
 
 def test_usage_errors_exit_2(capsys):
