@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory
+.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory field-cases
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ parity: setup ## the demo model against transformers.generate in every batch sha
 
 chaos: setup ## thirty kills of one job on the demo model
 	$(BIN)/python -m pytest -m slow -s tests/test_crash.py $(ARGS)
+
+field-cases: setup ## 110 failures that people reported, with their right answers
+	$(BIN)/python -m tests.field_cases $(ARGS)
 
 bench-batching: setup ## continuous against static batching on a ragged workload
 	$(BIN)/python -m tests.benchmarks.continuous_vs_static $(ARGS)
