@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -36,6 +36,7 @@ _EXCLUSIONS = (
     ("verify", "overwrite"),
     ("verify", "retry_errors"),
 )
+_MARKS_OF_SECRETS = ("://", "hf_", "sk-", "AKIA")
 _NOT_WITH_STDOUT = ("json", "verify", "retry_errors", "overwrite")
 
 
@@ -166,16 +167,33 @@ def run(ctx: click.Context, /, inputs: tuple[str, ...], print_config: bool, **va
     whenever you like: the same command goes on where it stopped.
     """
     if print_config:
-        click.echo(format_values(ctx, leave_out=("print_config",)))
+        click.echo(_redacted(format_values(ctx, leave_out=("print_config",))))
         return
     for param in ctx.command.params:
         if param.name in ("inputs", "output") and not ctx.params[param.name]:
             raise click.MissingParameter(ctx=ctx, param=param)
-    _check_exclusions(inputs, values)
-    config = _run_config(inputs, values)
-    from cbgen import pipeline
+    with _failures_reported(values):
+        _check_exclusions(inputs, values)
+        config = _run_config(inputs, values)
+        from cbgen import pipeline
 
-    sys.exit(pipeline.run(config))
+        sys.exit(pipeline.run(config))
+
+
+@contextlib.contextmanager
+def _failures_reported(values: dict[str, Any]) -> Iterator[None]:
+    """What ends the run early is also told to the programs that listen: --json and GitHub."""
+    try:
+        yield
+    except (CbgenError, OSError) as error:
+        from cbgen.report import github
+        from cbgen.report.records import JsonRecords
+
+        if values["json"] and values["output"] != "-":
+            JsonRecords().error(getattr(error, "exit_code", CbgenError.exit_code), _redacted(str(error)))
+        if github.runs_here(values["github"]):
+            github.GitHubReport(_complain, redact=_redacted).fail(str(error))
+        raise
 
 
 def _check_exclusions(inputs: tuple[str, ...], values: dict[str, Any]) -> None:
@@ -290,7 +308,6 @@ def main(arguments: Iterable[str] | None = None) -> None:
     """Entry point: errors become one message on stderr and the exit code of their class."""
     try:
         cli.main(list(arguments) if arguments is not None else None, standalone_mode=False)
-        _flush_stdout()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(error.exit_code)
@@ -302,28 +319,37 @@ def main(arguments: Iterable[str] | None = None) -> None:
     except click.Abort:
         sys.exit(EXIT_SECOND_SIGNAL)
     except BrokenPipeError:  # the reader of stdout has gone; it knows
-        _forget_stdout()
         sys.exit(CbgenError.exit_code)
     except OSError as error:  # a file or disk that failed where no one could say more
         _complain(f"{error}; every committed row is safe, and the same command continues")
-        _forget_stdout()
         sys.exit(CbgenError.exit_code)
     except CbgenError as error:
         _complain(str(error))
         sys.exit(error.exit_code)
+    finally:
+        _settle(sys.stdout)
+        _settle(sys.stderr)
 
 
 def _complain(message: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        click.echo(f"cbgen: {message}", err=True)
+        click.echo(f"cbgen: {_redacted(message)}", err=True)
 
 
-def _flush_stdout() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
+def _redacted(text: str) -> str:
+    if not any(mark in text for mark in _MARKS_OF_SECRETS):
+        return text
+    from cbgen.data.files import redact  # only then: it is slow to import
+
+    return redact(text)
 
 
-def _forget_stdout() -> None:
-    """Let Python's own flush at the end succeed; it would complain a second time, and change the exit code."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _settle(stream: TextIO | None) -> None:
+    """Python's own flush at the end would complain about a broken stream again, and change the exit code."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -70,6 +70,7 @@ def summarize(run: RunSummary) -> dict[str, Any]:
         "occupancy": _ratio(stats.num_active, stats.num_steps * run.slots, 4),
         "occupancy_while_queued": _ratio(stats.num_queued_active, stats.num_queued_steps * run.slots, 4),
         "preemptions": stats.num_preemptions,
+        "out_of_memory_steps": stats.num_out_of_memory,
         "step_seconds": {
             "schedule": round(stats.schedule_seconds, 3),
             "build_input": round(stats.build_seconds, 3),
@@ -96,12 +97,14 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"{summary['occupancy']:.1%} of slots over {summary['steps']:,} steps "
         f"({summary['occupancy_while_queued']:.1%} while rows were queued), {summary['preemptions']:,} preemptions"
     )
+    too_large = summary["out_of_memory_steps"]
     rows = [
         ("rows", f"{summary['rows']:,}: {summary['rows_ok']:,} ok, {summary['rows_failed']:,} failed{resumed}"),
         ("errors", errors),
         ("tokens", tokens),
         ("throughput", speed if summary["steps"] else ""),
         ("occupancy", used if summary["steps"] else ""),
+        ("retried", f"{too_large:,} steps ran out of memory and were done in smaller ones" if too_large else ""),
         ("time", f"{summary['load_seconds']:,.1f} s to load, {summary['total_seconds']:,.1f} s in all"),
         ("peak memory", _memory(summary)),
     ]

@@ -11,13 +11,16 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
+Mode = Literal["auto", "bar", "plain", "none"]
 _LIVE_SECONDS = 0.2
 _RECENT_SECONDS = 10.0
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,26 @@ class Snapshot:
 
 
 class Progress:
-    """Prints snapshots at a bearable rate. Use as a context manager."""
+    """Prints snapshots at a bearable rate. Use as a context manager.
 
-    def __init__(self, interval_seconds: float, stream: TextIO | None = None) -> None:
+    Args:
+        interval_seconds: between plain lines.
+        stream: stderr if not given.
+        mode: `auto` and `bar` draw a live line where that is possible, `plain` never; `none` prints only notes.
+        redact: applied to every text before it is shown.
+    """
+
+    def __init__(
+        self,
+        interval_seconds: float,
+        stream: TextIO | None = None,
+        mode: Mode = "auto",
+        redact: Callable[[str], str] = str,
+    ) -> None:
         self._stream: TextIO = stream or sys.stderr or io.StringIO()  # stderr is None when it was closed at start
-        self._live = is_live(self._stream)
+        self._live = mode in ("auto", "bar") and is_live(self._stream, asked_for=mode == "bar")
+        self._silent = mode == "none"
+        self._redact = redact
         self._interval = _LIVE_SECONDS if self._live else interval_seconds
         self._started = time.monotonic()
         self._next = self._started + self._interval
@@ -62,30 +80,37 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()
 
     def note(self, text: str) -> None:
         """A line of its own that does not tear the live one. A reader that went away must not end the run."""
-        with contextlib.suppress(OSError):
+        self._print(printable(self._redact(text)))
+
+    def is_due(self) -> bool:
+        """Whether `update` would print; asked first, so that most steps do not even build a snapshot."""
+        return not self._silent and time.monotonic() >= self._next
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Print the snapshot."""
+        if self._silent:
+            return
+        now = time.monotonic()
+        self._next = now + self._interval
+        line = self._format(snapshot, now)
+        if self._bar is None:
+            self._print(line)
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._bar.set_description_str(line)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed, or cannot encode
             if self._bar is not None:
                 self._bar.write(text, file=self._stream)
             else:
                 self._stream.write(text + "\n")
                 self._stream.flush()
-
-    def is_due(self) -> bool:
-        """Whether `update` would print; asked first, so that most steps do not even build a snapshot."""
-        return time.monotonic() >= self._next
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Print the snapshot."""
-        now = time.monotonic()
-        self._next = now + self._interval
-        line = self._format(snapshot, now)
-        if self._bar is not None:
-            self._bar.set_description_str(line)
-        else:
-            self.note(line)
 
     def _format(self, s: Snapshot, now: float) -> str:
         recent_in, recent_out = self._recent(s, now)
@@ -129,9 +154,24 @@ class Progress:
         return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
 
 
-def is_live(stream: TextIO) -> bool:
-    """A terminal that can redraw a line; CI systems may pretend to have one."""
-    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
+def is_live(stream: TextIO, *, asked_for: bool = False) -> bool:
+    """A terminal that can redraw a line; CI systems may pretend to have one.
+
+    Args:
+        stream: where the line would be.
+        asked_for: somebody said `bar`, which beats NO_COLOR.
+    """
+    try:
+        terminal = stream.isatty()
+    except ValueError:  # closed
+        return False
+    plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
+    return terminal and not plain and (asked_for or not os.environ.get("NO_COLOR"))
+
+
+def printable(text: str) -> str:
+    """The text without control characters: what quotes a row or a file name must not steer a terminal."""
+    return text.translate(_CONTROL)
 
 
 def _short(number: float) -> str:

@@ -92,3 +92,10 @@ def test_table_leaves_out_what_there_is_none_of(changes: dict[str, Any], absent:
 def test_device_memory_is_shown_where_there_is_some() -> None:
     assert "on the device" not in format_summary(summarize(run_of()))
     assert "2.00 GB on the device" in format_summary(summarize(run_of(peak_device_memory_bytes=2 * 10**9)))
+
+
+def test_steps_that_ran_out_of_memory_are_told() -> None:
+    summary = summarize(run_of(stats=EngineStats(num_steps=9, num_out_of_memory=3)))
+
+    assert summary["out_of_memory_steps"] == 3
+    assert "3 steps ran out of memory" in format_summary(summary)

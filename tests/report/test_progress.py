@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cbgen.report import progress as progress_module
-from cbgen.report.progress import Progress, Snapshot, is_live
+from cbgen.report.progress import Progress, Snapshot, is_live, printable
 
 
 class Terminal(io.StringIO):
@@ -43,7 +43,8 @@ def lines_of(stream: io.StringIO) -> list[str]:
 
 
 def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CI", raising=False)
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
 
@@ -238,3 +239,85 @@ def test_a_closed_stderr_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.stderr", None)
     with Progress(0.1) as progress:
         progress.note("nobody reads this")
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "terminal", "environment", "live"),
+    [
+        ("auto", True, {}, True),
+        ("auto", True, {"NO_COLOR": "1"}, False),
+        ("auto", True, {"CI": "1"}, False),
+        ("auto", False, {"FORCE_COLOR": "1"}, False),
+        ("bar", True, {}, True),
+        ("bar", True, {"NO_COLOR": "1"}, True),
+        ("bar", True, {"CI": "1"}, False),
+        ("bar", True, {"TERM": "dumb"}, False),
+        ("bar", False, {"FORCE_COLOR": "1"}, False),
+        ("plain", True, {}, False),
+        ("none", True, {}, False),
+    ],
+)
+def test_a_live_line_needs_a_terminal_that_can_and_a_mode_that_wants(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, terminal: bool, environment: dict[str, str], live: bool
+) -> None:
+    no_ci(monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if terminal else io.StringIO()
+
+    with Progress(30, stream, mode) as progress:
+        progress.update(snapshot(rows=7))
+        progress.note("a note")
+
+    assert bool(re.search(r"[^\n -~]", stream.getvalue())) is live
+    assert ("7 rows" in stream.getvalue()) is (mode != "none")
+    assert "a note\n" in stream.getvalue()
+
+
+def test_no_progress_is_never_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    progress = Progress(30, io.StringIO(), "none")
+    clock.now += 1000
+
+    assert not progress.is_due()
+
+
+def test_notes_are_redacted_and_cannot_steer_a_terminal() -> None:
+    stream = io.StringIO()
+
+    Progress(30, stream, redact=lambda text: text.replace("secret", "***")).note("a secret\x1b[2J\r\x9b\tx\ny")
+
+    assert stream.getvalue() == "a ***\\x1b[2J\\x0d\\x9b\tx\ny\n"
+    assert printable("caf\u00e9 \U0001f600") == "caf\u00e9 \U0001f600"
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain", "none"])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed"), OSError(5, "gone")])
+def test_a_terminal_that_went_away_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, error: Exception
+) -> None:
+    no_ci(monkeypatch)
+
+    class Flaky(Terminal):
+        broken = False
+
+        def write(self, text: str) -> int:
+            if self.broken:
+                raise error
+            return super().write(text)
+
+    stream = Flaky()
+    with Progress(0.1, stream, mode) as progress:
+        stream.broken = True
+        progress.update(snapshot())
+        progress.note("nobody reads this")
+
+
+def test_a_stream_that_is_closed_is_no_terminal() -> None:
+    stream = io.StringIO()
+    stream.close()
+
+    Progress(0.1, stream).note("nobody reads this")
