@@ -81,6 +81,8 @@ ROW_ERROR_CODES = {
     "prompt_too_long": "the prompt leaves no room to generate in the context",
     "kv_never_fits": "the row needs more KV cache than there is in all",
     "nan_logits": "the model produced NaN or infinite logits for this row",
+    "out_of_memory": "the row does not fit into memory, even alone",
+    "engine_error": "the model failed on this row, and only on it",
 }
 """The closed list of row error codes, with what each means. The README's table is tested against it."""
 

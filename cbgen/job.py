@@ -1,22 +1,24 @@
 """The rows in flight, between the feed, the engine and the writer: `Job`.
 
-Enters: prompts (or rows with errors) from the feed. Leaves: one record per row, to the writer. Knows how a generation
-becomes text; nothing here decides when to stop.
+Enters: prompts (or rows with errors) from the feed. Leaves: one record per row, to the writer, when the last of its
+samples has ended. Knows how a generation becomes text; nothing here decides when to stop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbgen.config import OutputConfig
-from cbgen.data.detokenizer import Detokenizer, StopStringMatcher
+from cbgen.data.detokenizer import Detokenizer, StopStringMatcher, is_tokenizer_error
 from cbgen.data.feed import PromptFeed
 from cbgen.data.formats import format_record
-from cbgen.data.prompts import PromptBuilder
+from cbgen.data.retry import RetryWriter
 from cbgen.data.writers import OrderedWriter
-from cbgen.errors import RowError
-from cbgen.records import Completion, Generation, Prompt, Row
+from cbgen.errors import RowError, RowFailure
+from cbgen.params import SamplingParams
+from cbgen.records import Completion, Generation, Prompt, Row, Sample
 from cbgen.report.progress import Snapshot
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _WINDOW_SLOTS = (
 _ENGINE_ERRORS = {
     "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
     "kv_never_fits": "the row needs more KV cache than there is; raise --kv-cache-memory or lower max_tokens",
+    "out_of_memory": "memory ran out with no other row in the step; lower --kv-cache-memory, or shorten the row",
+    "engine_error": "the model failed on this row, while others went well",
 }
 
 
@@ -39,15 +43,38 @@ class Serving:
     engine: Engine
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A row in the engine. `samples` fill as they end, in any order."""
+
+    prompt: Prompt
+    matchers: list[StopStringMatcher | None]
+    samples: list[Sample | None]
+    num_tokens: int = 0
+
+
 class Job:
-    """The rows in flight, between the feed, the engine and the writer."""
+    """The rows in flight, between the feed, the engine and the writer.
+
+    Args:
+        serving: the loaded model.
+        writer: takes the records.
+        config: what a record holds.
+        model: its name, for records that tell it.
+        on_error: told of each row that failed.
+    """
 
     def __init__(
-        self, serving: Serving, prompt_builder: PromptBuilder, writer: OrderedWriter, config: OutputConfig, model: str
+        self,
+        serving: Serving,
+        writer: OrderedWriter | RetryWriter,
+        config: OutputConfig,
+        model: str,
+        on_error: Callable[[Row, RowError], None],
     ) -> None:
         self.engine = serving.engine
-        self.prompt_builder = prompt_builder
         self.writer = writer
+        self.on_error = on_error
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_errors = 0
@@ -56,7 +83,7 @@ class Job:
         self._config = config
         self._model = model
         self._window = _WINDOW_SLOTS * serving.engine.limits.max_num_seqs
-        self._in_flight: dict[int, tuple[Prompt, StopStringMatcher | None]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
 
     def admit(self, feed: PromptFeed) -> None:
         """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out."""
@@ -77,52 +104,92 @@ class Job:
                 self._put(row, row.error)
 
     def _add(self, prompt: Prompt) -> None:
-        row, params = prompt.row, prompt.params
-        matcher, special_ids = None, self._special_token_ids
-        stops = tuple(stop for stop in params.stop if stop not in special_ids)
-        if stops:
-            matcher = StopStringMatcher(
-                self._detokenizer,
-                prompt.token_ids,
-                stops,
-                min_tokens=params.min_tokens,
-                include_stop=params.include_stop,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        self._in_flight[row.index] = prompt, matcher
+        row, params, special_ids = prompt.row, prompt.params, self._special_token_ids
+        matchers = [self._matcher(prompt) for _ in range(params.n)]
+        self._in_flight[row.index] = _InFlight(prompt, matchers, [None] * params.n)
         self.num_prompt_tokens += len(prompt.token_ids)
-        refused = self.engine.add(
-            row.index,
+        stop_token_ids = frozenset(special_ids[stop] for stop in params.stop if stop in special_ids)
+        # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
+        stream = 0 if prompt.own_seed else row.index + 1
+        for sample, matcher in enumerate(matchers):
+            refused = self.engine.add(
+                row.index,
+                prompt.token_ids,
+                params,
+                random_stream=(params.seed, stream, sample),
+                stop_token_ids=stop_token_ids,
+                stop_on_text=matcher,
+            )
+            if refused is not None:
+                self.finish(refused)
+                return
+
+    def _matcher(self, prompt: Prompt) -> StopStringMatcher | None:
+        params = prompt.params
+        stops = tuple(stop for stop in params.stop if stop not in self._special_token_ids)
+        if not stops:
+            return None
+        return StopStringMatcher(
+            self._detokenizer,
             prompt.token_ids,
-            params,
-            # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
-            random_stream=(params.seed, 0 if prompt.own_seed else row.index + 1, 0),
-            stop_token_ids=frozenset(special_ids[stop] for stop in params.stop if stop in special_ids),
-            stop_on_text=matcher,
+            stops,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
         )
-        if refused is not None:
-            self.finish(refused)
 
     def finish(self, generation: Generation) -> None:
-        """Turn a generation into text and make it safe."""
-        prompt, matcher = self._in_flight.pop(generation.index)
+        """Turn a generation into text; make the row safe when this was its last sample, or failed."""
         self.num_completion_tokens += len(generation.token_ids)
-        if generation.finish_reason in _ENGINE_ERRORS:
-            message = f"{prompt.row.place}: {_ENGINE_ERRORS[generation.finish_reason]}"
-            self._put(prompt.row, RowError(generation.finish_reason, message))
-        else:
-            self._put(prompt.row, self._completion(prompt, matcher, generation))
+        state = self._in_flight.get(generation.index)
+        if state is None:
+            return  # another sample of the row failed before
+        outcome: Completion | RowError | None
+        try:
+            state.samples[generation.sample] = self._sample(state, generation)
+            state.num_tokens += len(generation.token_ids)
+            outcome = _completion(state)
+        except RowFailure as failure:
+            outcome = failure.error
+        if outcome is not None:
+            del self._in_flight[generation.index]
+            self._put(state.prompt.row, outcome)
 
-    def _completion(self, prompt: Prompt, matcher: StopStringMatcher | None, generation: Generation) -> Completion:
+    def _sample(self, state: _InFlight, generation: Generation) -> Sample:
+        reason, place, matcher = generation.finish_reason, state.prompt.row.place, state.matchers[generation.sample]
+        if reason in _ENGINE_ERRORS:
+            detail = f" ({generation.detail})" if generation.detail else ""
+            raise RowFailure(reason, f"{place}: {_ENGINE_ERRORS[reason]}{detail}")
+        try:
+            if matcher is not None and matcher.failure is not None:
+                raise matcher.failure
+            text = self._text(state.prompt, matcher, generation)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise RowFailure("tokenizer_error", f"{place}: the tokenizer cannot decode the answer ({error})") from error
+        kept = generation.token_ids if self._config.token_ids else []  # the row may wait long for its other samples
+        state.matchers[generation.sample] = None
+        return Sample(text, reason, kept)
+
+    def _text(self, prompt: Prompt, matcher: StopStringMatcher | None, generation: Generation) -> str:
+        params, token_ids = prompt.params, generation.token_ids
         end = matcher.end if matcher else None
-        token_ids = generation.token_ids
-        # The token that ended the text is no part of it, unless a stop string did: then the text is cut instead.
-        shown = token_ids[:-1] if generation.finish_reason == "stop" and end is None else token_ids
-        text = self._detokenizer.text(prompt.token_ids, shown, skip_special_tokens=prompt.params.skip_special_tokens)
-        return Completion(text[:end], generation.finish_reason, len(prompt.token_ids), len(token_ids), token_ids)
+        stop = ""
+        if generation.finish_reason == "stop" and end is None:  # the token that ended the text is no part of it
+            stop = self._stop_string(params, token_ids[-1]) if params.include_stop else ""
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.text(prompt.token_ids, token_ids, skip_special_tokens=params.skip_special_tokens)
+        return text[:end] + stop
+
+    def _stop_string(self, params: SamplingParams, token_id: int) -> str:
+        """The stop string that is this special token; empty when none is."""
+        return next((stop for stop in params.stop if self._special_token_ids.get(stop) == token_id), "")
 
     def _put(self, row: Row, outcome: Completion | RowError) -> None:
-        self.num_errors += isinstance(outcome, RowError)
+        if isinstance(outcome, RowError):
+            self.num_errors += 1
+            self.on_error(row, outcome)
         self.writer.put(row, format_record(row, outcome, self._config, self._model))
 
     def snapshot(self, fraction: float | None) -> Snapshot:
@@ -139,6 +206,16 @@ class Job:
             head=writer.head,
             fraction=fraction,
         )
+
+
+def _completion(state: _InFlight) -> Completion | None:
+    """The finished row; None while samples are missing."""
+    samples = [sample for sample in state.samples if sample is not None]
+    if len(samples) < len(state.samples):
+        return None
+    first, *further = samples
+    num_prompt = len(state.prompt.token_ids)
+    return Completion(first.text, first.finish_reason, num_prompt, state.num_tokens, first.token_ids, further)
 
 
 def _special_token_ids(tokenizer: Any) -> dict[str, int]:

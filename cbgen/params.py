@@ -50,7 +50,9 @@ class SamplingParams:
         _require(1 <= self.n <= LARGEST_N, "n", f"from 1 to {LARGEST_N}", self.n)
         _require(1 <= self.max_tokens < _LARGEST, "max_tokens", "at least 1", self.max_tokens)
         _require(0 <= self.min_tokens < _LARGEST, "min_tokens", "0 or more", self.min_tokens)
-        _require(0 <= self.temperature <= _LARGEST_TEMPERATURE, "temperature", "from 0 to 1e6", self.temperature)
+        _require(
+            0 <= self.temperature <= _LARGEST_TEMPERATURE, "temperature", "0 or more, at most 1e6", self.temperature
+        )
         _require(0 <= self.top_k < _LARGEST, "top_k", "0 or -1 (off) or more", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p)
@@ -115,7 +117,8 @@ def shown(value: object) -> str:
 
 def _coerce(name: str, value: Any) -> Any:
     """One override in the type its field has; JSON writers spell the same value in several ways."""
-    return _COERCE.get(name, _number)(name, value)
+    coerce: Callable[[str, Any], Any] = _COERCE.get(name, _number)
+    return coerce(name, value)
 
 
 def _number(name: str, value: Any) -> float:

@@ -72,22 +72,48 @@ class Prompt:
 
 @dataclass(slots=True)
 class Generation:
-    """What the engine made of a prompt: token ids (the stop token included), and why it ended."""
+    """What the engine made of a prompt: token ids (the stop token included), and why it ended.
+
+    Attributes:
+        sample: which of the row's `n` samples this is, from 0. Of a row that failed there is only one generation.
+        detail: with some reasons, what went wrong in one line.
+    """
 
     index: int
     token_ids: list[int]
     finish_reason: str
+    sample: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer to a row, as text."""
+
+    text: str
+    finish_reason: str
+    token_ids: list[int]
 
 
 @dataclass(slots=True)
 class Completion:
-    """A finished row, with text. `num_completion_tokens` counts the token that stopped it, too."""
+    """A finished row, with text: that of its first sample, and more with `n` above 1.
+
+    Attributes:
+        num_completion_tokens: of all samples; the token that stopped each is counted, too.
+        further: samples 1 to n - 1.
+    """
 
     text: str
     finish_reason: str
     num_prompt_tokens: int
     num_completion_tokens: int
     token_ids: list[int]
+    further: list[Sample] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [Sample(self.text, self.finish_reason, self.token_ids), *self.further]
 
 
 @dataclass(slots=True)
@@ -97,6 +123,7 @@ class EngineStats:
     Attributes:
         num_active: sum over steps of the sequences in a slot.
         num_queued_steps, num_queued_active: the same, only over steps while rows were still queued.
+        num_out_of_memory: forward passes that were given up and cut into smaller ones.
     """
 
     num_steps: int = 0
@@ -106,6 +133,7 @@ class EngineStats:
     num_scheduled_tokens: int = 0
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
+    num_out_of_memory: int = 0
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0
     run_seconds: float = 0.0

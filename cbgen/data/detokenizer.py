@@ -55,6 +55,11 @@ class Detokenizer:
         )
 
 
+def is_tokenizer_error(error: BaseException) -> bool:
+    """Whether it may end one row alone. A panic in a tokenizer written in Rust is no `Exception`, but as harmless."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class StopStringMatcher:
     """Watches one row's text for its stop strings while the tokens come in. Called with each new token id.
 
@@ -63,6 +68,7 @@ class StopStringMatcher:
 
     Attributes:
         end: where the completion ends in the row's text, once a stop string was found.
+        failure: what the tokenizer raised, if it did; the row ends there.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class StopStringMatcher:
         skip_special_tokens: bool,
     ) -> None:
         self.end: int | None = None
+        self.failure: BaseException | None = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._longest = max(map(len, stops))
@@ -90,6 +97,15 @@ class StopStringMatcher:
         self._tail = ""  # the last settled characters, as many as a stop string could begin in
 
     def __call__(self, token_id: int) -> bool:
+        try:
+            return self._take(token_id)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            self.failure = error
+            return True
+
+    def _take(self, token_id: int) -> bool:
         self._num_tokens += 1
         self._pending.append(token_id)
         text = self._detokenizer.text(self._context, self._pending, skip_special_tokens=self._skip_special_tokens)

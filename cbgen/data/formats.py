@@ -29,9 +29,10 @@ def _result_fields(
     outcome: Completion | RowError, completion: Completion | None, config: OutputConfig
 ) -> dict[str, Any]:
     """Always the same keys, so that every record of a file has the same shape."""
+    samples = completion.samples if completion else []
     fields: dict[str, Any] = {
-        "completion": completion.text if completion else None,
-        "finish_reason": completion.finish_reason if completion else None,
+        "completion": _one_or_list([sample.text for sample in samples]),
+        "finish_reason": _one_or_list([sample.finish_reason for sample in samples]),
         "usage": {
             "prompt_tokens": completion.num_prompt_tokens if completion else 0,
             "completion_tokens": completion.num_completion_tokens if completion else 0,
@@ -40,5 +41,10 @@ def _result_fields(
         "error": {"code": outcome.code, "message": outcome.message} if isinstance(outcome, RowError) else None,
     }
     if config.token_ids:
-        fields["token_ids"] = completion.token_ids if completion else None
+        fields["token_ids"] = _one_or_list([sample.token_ids for sample in samples])
     return {config.field(name): value for name, value in fields.items()}
+
+
+def _one_or_list(values: list[Any]) -> Any:
+    """What a row of one sample holds plain, a row of several holds as a list; null when there is none."""
+    return values if len(values) > 1 else next(iter(values), None)

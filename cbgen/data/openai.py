@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from cbgen.errors import RowError, RowFailure
-from cbgen.records import Completion, Form, Row
+from cbgen.records import Completion, Form, Row, Sample
 
 URLS: dict[str, Form] = {"/v1/chat/completions": "openai_chat", "/v1/completions": "openai_completion"}
 
 # Body field -> sampling parameter. Names that are not OpenAI's are common extensions of compatible servers.
 _PARAMS = {
+    "n": "n",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "min_tokens": "min_tokens",
@@ -26,19 +27,18 @@ _PARAMS = {
     "seed": "seed",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
+    "logit_bias": "logit_bias",
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
     "include_stop_str_in_output": "include_stop",
 }
 _IGNORED = frozenset({"model", "messages", "prompt", "user", "metadata", "store", "service_tier", "safety_identifier"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # other fields are fine while they ask for what happens anyway
-    "n": (1,),
     "stream": (False,),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "echo": (False,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
@@ -91,16 +91,11 @@ def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[s
         response = {"status_code": status, "request_id": identifier, "body": {"error": error}}
         outer = {"code": outcome.code, "message": outcome.message}
         return {"id": identifier, "custom_id": custom_id, "response": response, "error": outer}
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": outcome.finish_reason}
-    if row.form == "openai_chat":
-        choice["message"] = {"role": "assistant", "content": outcome.text}
-    else:
-        choice["text"] = outcome.text
     body = {
         "id": f"cmpl-{row.index}",
         "object": "chat.completion" if row.form == "openai_chat" else "text_completion",
         "model": model,
-        "choices": [choice],
+        "choices": [_choice(index, sample, row.form) for index, sample in enumerate(outcome.samples)],
         "usage": {
             "prompt_tokens": outcome.num_prompt_tokens,
             "completion_tokens": outcome.num_completion_tokens,
@@ -109,3 +104,10 @@ def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[s
     }
     response = {"status_code": 200, "request_id": identifier, "body": body}
     return {"id": identifier, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _choice(index: int, sample: Sample, form: Form) -> dict[str, Any]:
+    answer: dict[str, Any] = {"text": sample.text}
+    if form == "openai_chat":
+        answer = {"message": {"role": "assistant", "content": sample.text}}
+    return {"index": index, "logprobs": None, "finish_reason": sample.finish_reason, **answer}

@@ -3,13 +3,16 @@
     add() ... step() -> finished generations, while has_unfinished
 
 A step is: schedule -> build input -> run -> update. `SchedulerOutput` and `ModelInput` are values, so that a later
-engine can overlap these phases without changing them.
+engine can overlap these phases without changing them. A step that fails is run again in parts, so that one row's
+failure stays its own.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,14 @@ import torch
 
 from cbgen.config import EngineConfig
 from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judge
 from cbgen.engine.limits import Limits, choose_limits
 from cbgen.engine.loader import LoadedModel
 from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
-from cbgen.engine.scheduler import Scheduler, SchedulerConfig
-from cbgen.engine.sequence import Sequence
+from cbgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from cbgen.engine.sequence import FinishReason, Sequence
+from cbgen.errors import CbgenError
 from cbgen.params import SamplingParams
 from cbgen.records import EngineStats, Generation
 
@@ -53,6 +58,8 @@ class Engine:
         )
         self._scheduler = Scheduler(scheduler_config, self._blocks)
         self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
+        self._token_limit = TokenLimit(limits.max_num_batched_tokens)
+        self._rows_in_succession = RowsInSuccession()
 
     @property
     def has_unfinished(self) -> bool:
@@ -113,13 +120,13 @@ class Engine:
         stop_token_ids: frozenset[int] = frozenset(),
         stop_on_text: Callable[[int], bool] | None = None,
     ) -> Generation | None:
-        """Queue a prompt.
+        """Queue one sample of a prompt; a row with `n` above 1 is added so many times, each with its own stream.
 
         Args:
             index: row index; comes back in the `Generation`.
             prompt_token_ids: [prompt length] int32, at least one.
             params: checked parameters.
-            random_stream: (seed, stream, sample) of the row's random numbers.
+            random_stream: (seed, stream, sample) of its random numbers; `sample` comes back, too.
             stop_token_ids: ids that end this row, beside those in `params` and the model's EOS ids.
             stop_on_text: see `Sequence.stop_on_text`.
 
@@ -143,35 +150,96 @@ class Engine:
         self._scheduler.check_integrity()
 
     def step(self) -> list[Generation]:
-        """One forward pass. Returns the generations it finished."""
-        clock = time.perf_counter
-        started = clock()
-        output = self._scheduler.schedule()
-        scheduled = clock()
-        model_input = build_model_input(output, self._blocks)
-        built = clock()
-        token_ids = self._runner.run(model_input)
-        ran = clock()
-        num_running, num_waiting = self.num_running, self.num_waiting
-        finished = self._scheduler.update(output, token_ids)
-        updated = clock()
+        """Every running sequence one token or chunk further. Returns the generations that ended.
 
-        stats = self.stats
+        Raises:
+            CbgenError: the device is broken, or the model fails on every row.
+        """
+        stats, started = self.stats, time.perf_counter()
+        output = self._scheduler.schedule()
+        stats.schedule_seconds += time.perf_counter() - started
         stats.num_steps += 1
-        stats.num_active += num_running
-        if num_waiting or self.more_is_coming:
+        stats.num_active += self.num_running
+        if self.num_waiting or self.more_is_coming:
             stats.num_queued_steps += 1
-            stats.num_queued_active += num_running
+            stats.num_queued_active += self.num_running
+        stats.num_preemptions += output.num_preempted
+        return self._run(output)
+
+    def _run(self, output: SchedulerOutput) -> list[Generation]:
+        """Run a step in as few parts as memory allows. What fails is cut until a single row fails, and that row ends.
+
+        A part that failed is as if it had not begun: only `update` moves sequences on, and the KV of a token that is
+        computed again is written to the same place.
+        """
+        limit = self._token_limit
+        pending = deque([output])
+        ended: list[Generation] = []
+        failed: dict[int, str] = {}
+        anything_ran = False
+        while pending:
+            part = pending.popleft().unfinished() if ended else pending.popleft()
+            if part.num_tokens > limit.value:
+                pending.extendleft(reversed(part.cut(limit.value)))
+                continue
+            if not part.sequences:
+                continue
+            failure = self._run_part(part, ended)
+            if failure is None:
+                anything_ran = True
+            elif smaller := self._smaller(part, failure):
+                pending.extendleft(reversed(smaller))
+            else:
+                ended.append(self._end_row(part.sequences[0], failure))
+                if failure.reason is FinishReason.ENGINE_ERROR:
+                    failed[part.sequences[0].index] = failure.detail
+        self._rows_in_succession.step_done(failed, anything_ran=anything_ran)
+        limit.step_done()
+        return ended
+
+    def _run_part(self, part: SchedulerOutput, ended: list[Generation]) -> Failure | None:
+        """One forward pass; what it ended is added to `ended`. Nothing has changed when it failed."""
+        clock, stats, failure = time.perf_counter, self.stats, None
+        started = built = clock()
+        try:
+            model_input = build_model_input(part, self._blocks)
+            built = clock()
+            token_ids = self._runner.run(model_input)
+        except CbgenError:
+            raise
+        except Exception as error:
+            failure = judge(error)
+        ran = clock()
+        stats.build_seconds += built - started
+        stats.run_seconds += ran - built
+        if failure is not None:  # out here, where the exception and the tensors in its frames are gone
+            stats.num_out_of_memory += failure.reason is FinishReason.OUT_OF_MEMORY
+            self._runner.release_memory()
+            return failure
+        for sequence in self._scheduler.update(part, token_ids):
+            ended.append(_generation(sequence))
+            if sequence.params.n > 1 and sequence.finish_reason is FinishReason.NAN_LOGITS:
+                self._scheduler.end_row(sequence.index, FinishReason.NAN_LOGITS)
+        stats.update_seconds += clock() - ran
         stats.num_scheduled_tokens += model_input.num_tokens
         stats.num_sampled_tokens += len(token_ids)
-        stats.num_preemptions += output.num_preempted
-        stats.schedule_seconds += scheduled - started
-        stats.build_seconds += built - scheduled
-        stats.run_seconds += ran - built
-        stats.update_seconds += updated - ran
-        return [_generation(sequence) for sequence in finished]
+        return None
+
+    def _smaller(self, part: SchedulerOutput, failure: Failure) -> list[SchedulerOutput]:
+        """What to try instead of a part that failed, cut to the limit then; empty when it cannot be cut any further."""
+        if failure.reason is not FinishReason.OUT_OF_MEMORY:
+            return part.halves() if len(part.sequences) > 1 else []
+        if part.num_tokens > 1:
+            self._token_limit.halve(part.num_tokens)
+            return [part]
+        self._token_limit.restore()
+        return []
+
+    def _end_row(self, sequence: Sequence, failure: Failure) -> Generation:
+        self._scheduler.end_row(sequence.index, failure.reason)
+        return replace(_generation(sequence), detail=failure.detail)
 
 
 def _generation(sequence: Sequence) -> Generation:
     assert sequence.finish_reason is not None
-    return Generation(sequence.index, sequence.output_token_ids, sequence.finish_reason.value)
+    return Generation(sequence.index, sequence.output_token_ids, sequence.finish_reason.value, sequence.sample)

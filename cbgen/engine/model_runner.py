@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
@@ -40,3 +42,9 @@ class ModelRunner:
             return []
         with torch.inference_mode():
             return self.sampler.sample(logits, model_input.sampling)
+
+    def release_memory(self) -> None:
+        """After a failed step: give back what it allocated, so that a smaller one has the room."""
+        gc.collect()  # frames of the failed forward may hold tensors in cycles
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ class Sampler:
         logits = logits.float()
         finite = torch.isfinite(logits.amax(dim=-1))  # amax lets NaN through
         logits = _penalize_repetition(logits, sequences)
+        logits = _add_biases(logits, sequences)
         logits = _forbid_early_stops(logits, sequences)
         token_ids = logits.argmax(dim=-1)  # [S]
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
@@ -110,6 +111,16 @@ def _penalize_repetition(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             seen = seen.to(logits.device)
             values = logits[row, seen]
             logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def _add_biases(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Add each row's `logit_bias`. -100 forbids: the token gets the lowest finite logit, however likely it was."""
+    biases = [(row, *entry) for row, sequence in enumerate(sequences) for entry in sequence.params.logit_bias]
+    if biases:
+        rows, token_ids, values = (torch.tensor(column, device=logits.device) for column in zip(*biases, strict=True))
+        lowest = torch.finfo(torch.float32).min
+        logits[rows, token_ids] = torch.where(values <= -100, lowest, logits[rows, token_ids] + values)
     return logits
 
 

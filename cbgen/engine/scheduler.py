@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +64,43 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
+
+    # A step that cannot be run whole is run in parts, one after the other; together they are the same step.
+
+    def cut(self, max_tokens: int) -> list[SchedulerOutput]:
+        """Parts of at most `max_tokens` tokens, at least 1; the chunk of a long prompt may be cut, too."""
+        parts = [SchedulerOutput()]
+        room = max_tokens
+        for position, (sequence, num_tokens) in enumerate(zip(self.sequences, self.num_scheduled_tokens, strict=True)):
+            while num_tokens:
+                if not room:
+                    parts.append(SchedulerOutput())
+                    room = max_tokens
+                taken = min(num_tokens, room)
+                parts[-1]._take(sequence, taken, is_decode=position < self.num_decodes)
+                num_tokens -= taken
+                room -= taken
+        return parts
+
+    def halves(self) -> list[SchedulerOutput]:
+        """Two parts of half the sequences each."""
+        middle = len(self.sequences) // 2
+        return [self._part(range(middle)), self._part(range(middle, len(self.sequences)))]
+
+    def unfinished(self) -> SchedulerOutput:
+        """Without the sequences that have ended since."""
+        return self._part(i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None)
+
+    def _part(self, positions: Iterable[int]) -> SchedulerOutput:
+        part = SchedulerOutput()
+        for i in positions:
+            part._take(self.sequences[i], self.num_scheduled_tokens[i], is_decode=i < self.num_decodes)
+        return part
+
+    def _take(self, sequence: Sequence, num_tokens: int, *, is_decode: bool) -> None:
+        self.sequences.append(sequence)
+        self.num_scheduled_tokens.append(num_tokens)
+        self.num_decodes += is_decode
 
 
 class Scheduler:
@@ -203,6 +241,16 @@ class Scheduler:
             for sequence in finished:
                 self._release(sequence)
         return finished
+
+    def end_row(self, index: int, reason: FinishReason) -> None:
+        """End every sample of a row that is still here: one of them failed, and the row with it."""
+        for sequence in [*self.running, *self._waiting]:
+            if sequence.index == index:
+                sequence.finish_reason = reason
+                if sequence.slot >= 0:
+                    self._release(sequence)
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.finish_reason is None)
 
     def _append(self, sequence: Sequence, token_id: int | None) -> FinishReason | None:
         """Add one sampled token; the reason to end, or None."""

@@ -29,11 +29,17 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens, or the end of the context
     NAN_LOGITS = "nan_logits"
     KV_NEVER_FITS = "kv_never_fits"
+    OUT_OF_MEMORY = "out_of_memory"
+    ENGINE_ERROR = "engine_error"  # the model or the sampler raised an exception
+
+    @property
+    def is_failure(self) -> bool:
+        return self not in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One generation in flight. Identity is the object; `index` is the row it answers.
+    """One generation in flight. Identity is the object; `index` is the row it answers, with `n` samples one of several.
 
     Attributes:
         index: row index, also the arrival order that decides priority.
@@ -60,6 +66,11 @@ class Sequence:
     slot: int = -1
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+
+    @property
+    def sample(self) -> int:
+        """Which of the row's samples this is."""
+        return self.random_stream[2]
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -463,9 +463,9 @@ def test_batch_line_with_another_method_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2), ("logprobs", True), ("frequency_penalty", 0.5), ("response_format", {"type": "json_object"}),
+        ("best_of", 2), ("logprobs", True), ("frequency_penalty", 0.5), ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]), ("tool_choice", {"type": "function"}), ("stream", True), ("unheard_of", 1),
-        ("logit_bias", {"1": 5}),
+        ("echo", True),
     ],
 )  # fmt: skip
 def test_batch_field_that_is_not_supported_is_an_error_never_ignored(field: str, value: Any) -> None:
