@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory field-cases
+.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory field-cases fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ chaos: setup ## thirty kills of one job on the demo model
 
 field-cases: setup ## 110 failures that people reported, with their right answers
 	$(BIN)/python -m tests.field_cases $(ARGS)
+
+fuzz: setup ## 100,000 arbitrary inputs through everything but the model
+	CBGEN_EXAMPLES=100000 $(BIN)/python -m pytest -q tests/test_property.py $(ARGS)
 
 bench-batching: setup ## continuous against static batching on a ragged workload
 	$(BIN)/python -m tests.benchmarks.continuous_vs_static $(ARGS)
