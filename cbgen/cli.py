@@ -6,6 +6,7 @@ Precedence: flag > `CBGEN_*` environment variable > `--config` file > default. s
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ import click
 
 from cbgen import __version__
 from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig, StopConfig
-from cbgen.errors import EXIT_SECOND_SIGNAL, CbgenError, UsageError
+from cbgen.errors import EXIT_OK, EXIT_SECOND_SIGNAL, CbgenError, UsageError
 from cbgen.options import (
     Allowance,
     Duration,
@@ -298,6 +299,19 @@ def simulate(
             Path(svg).write_text(simulation.render_svg(simulations, slots), "utf-8")
         except OSError as error:
             raise UsageError(f"--svg {svg}: {error.strerror}") from error
+
+
+@cli.command()
+@click.option("-o", "--output", metavar="FILE|DIR", help="Try writing there instead of in the working directory.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
+def doctor(output: str | None, as_json: bool) -> None:
+    """Look at this machine: packages, torch and driver, memory, disks, model cache, and a write test."""
+    from cbgen import doctor as examination
+
+    checks = examination.examine(output)
+    text = json.dumps(examination.as_document(checks)) if as_json else examination.format_checks(checks)
+    click.echo(_redacted(text))
+    sys.exit(examination.EXIT_FAIL if examination.failed(checks) else EXIT_OK)
 
 
 def _spread(numbers: list[float], count: int) -> list[float]:
