@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -31,6 +31,7 @@ from cbgen.options import (
 )
 from cbgen.params import DEFAULT_MAX_TOKENS, PARAM_NAMES
 
+Number = TypeVar("Number", int, float)
 _EXCLUSIONS = (
     ("resume", "overwrite"),
     ("retry_errors", "overwrite"),
@@ -279,11 +280,11 @@ def simulate(
     from cbgen.bench import simulate as simulation
 
     try:
-        rows = [int(number) for number in simulation.parse_numbers(lengths)]
+        rows = simulation.parse_whole_numbers(lengths)
         workload = simulation.Workload(
             lengths=rows,
-            prompt_lengths=[int(number) for number in _spread(simulation.parse_numbers(prompt_lengths), len(rows))],
-            arrivals_ms=_spread(simulation.parse_numbers(arrivals), len(rows)),
+            prompt_lengths=_spread(simulation.parse_whole_numbers(prompt_lengths, "--prompt-lengths"), len(rows)),
+            arrivals_ms=_spread(simulation.parse_numbers(arrivals, "--arrivals"), len(rows)),
             slots=slots,
             step_ms=step_ms,
             prefill_ms_per_token=prefill_ms_per_token,
@@ -314,7 +315,7 @@ def doctor(output: str | None, as_json: bool) -> None:
     sys.exit(examination.EXIT_FAIL if examination.failed(checks) else EXIT_OK)
 
 
-def _spread(numbers: list[float], count: int) -> list[float]:
+def _spread(numbers: list[Number], count: int) -> list[Number]:
     return numbers * count if len(numbers) == 1 else numbers
 
 

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT: the first one stops the run cleanly, the second one at once."""
+"""Signals: the first SIGINT, SIGTERM or SIGHUP stops the run cleanly, a second one at once; SIGUSR1 asks for a commit.
+
+Enters: signals, in the main thread. Leaves: two flags that the loop reads between steps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from cbgen.errors import EXIT_SECOND_SIGNAL, Stopped
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
@@ -18,19 +21,23 @@ class StopSignals:
 
     Attributes:
         requested: name of the signal, or empty.
+        commit_requested: SIGUSR1 came, as schedulers send it before they take a machine away.
         raise_at_once: while True (as it is until generation starts) the first signal raises `Stopped` where it hits:
             nothing needs to be saved, and loading a model can take minutes.
     """
 
     def __init__(self) -> None:
         self.requested = ""
+        self.commit_requested = False
         self.raise_at_once = True
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in _STOP:
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                    self._previous[number] = signal.signal(number, self._handle)
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_commit)
         return self
 
     def __exit__(
@@ -39,8 +46,18 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def take_commit_request(self) -> bool:
+        """Whether a commit was asked for since the last call."""
+        asked, self.commit_requested = self.commit_requested, False
+        return asked
+
+    def _ask_for_commit(self, number: int, frame: FrameType | None) -> None:
+        self.commit_requested = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if number == signal.SIGHUP:  # a terminal that goes away says so twice: the kernel does, and the shell
+                return
             os._exit(EXIT_SECOND_SIGNAL)  # finished rows are in the journal; the next run puts them in place
         self.requested = signal.Signals(number).name
         if self.raise_at_once:

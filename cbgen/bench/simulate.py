@@ -11,6 +11,7 @@ from __future__ import annotations
 import colorsys
 import math
 import re
+from collections import deque
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -20,6 +21,13 @@ from cbgen.engine.block_manager import BlockManager
 from cbgen.engine.scheduler import Batching, Order, Scheduler, SchedulerConfig
 from cbgen.engine.sequence import Sequence
 from cbgen.params import SamplingParams
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_MAX_ROWS = 20_000
+_MAX_TOKENS = 1_000_000  # to generate, and as many of prompts: some seconds for each policy
+_MAX_SLOTS = 1024
+_MAX_CELLS = 20_000_000  # of the block table: slots x longest row
+_MAX_MS = 1e12  # thirty years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +48,37 @@ class Workload:
     prefill_ms_per_token: float = 0.0
 
     def __post_init__(self) -> None:
+        """Refuse what cannot be simulated, or not in bounded time and memory.
+
+        Raises:
+            ValueError: the message names the option.
+        """
         if not self.lengths:
             raise ValueError("--lengths names no row")
-        if min(self.lengths) < 1 or min(self.prompt_lengths) < 1:
-            raise ValueError("each row needs at least one token to generate and one of prompt")
-        if self.slots < 1 or self.step_ms <= 0 or self.prefill_ms_per_token < 0 or min(self.arrivals_ms) < 0:
-            raise ValueError("--slots and --step-ms must be above 0, times 0 or more")
         if len({len(self.lengths), len(self.prompt_lengths), len(self.arrivals_ms)}) != 1:
             raise ValueError(
                 f"{len(self.lengths)} lengths, {len(self.prompt_lengths)} prompt lengths and {len(self.arrivals_ms)} "
                 "arrivals: give one value, or one for each row"
+            )
+        if min(self.lengths) < 1 or min(self.prompt_lengths) < 1:
+            raise ValueError("each row needs at least one token to generate and one of prompt")
+        _check_range("--slots", self.slots, 1, _MAX_SLOTS)
+        _check_range("--step-ms", self.step_ms, 0.001, 1e9)
+        _check_range("--prefill-ms-per-token", self.prefill_ms_per_token, 0, 1e6)
+        for arrival in self.arrivals_ms:
+            _check_range("--arrivals", arrival, 0, _MAX_MS)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        if len(self.lengths) > _MAX_ROWS:
+            raise ValueError(f"{len(self.lengths):,} rows are too many to simulate; the most is {_MAX_ROWS:,}")
+        for option, tokens in (("--lengths", sum(self.lengths)), ("--prompt-lengths", sum(self.prompt_lengths))):
+            if tokens > _MAX_TOKENS:
+                raise ValueError(f"{option} come to {tokens:,} tokens; the most that is simulated is {_MAX_TOKENS:,}")
+        longest = max(self.lengths) + max(self.prompt_lengths)
+        if longest * self.slots > _MAX_CELLS:
+            raise ValueError(
+                f"{self.slots} slots of {longest:,} tokens are too many to simulate; lower --slots or the lengths"
             )
 
     @property
@@ -93,7 +122,7 @@ def simulate(workload: Workload, batching: Batching, order: Order = "file") -> S
     """Run the real `Scheduler` over the workload until the last row ends."""
     scheduler = _make_scheduler(workload, batching, order)
     sequences = [_make_sequence(workload, row) for row in range(len(workload.lengths))]
-    arriving = sorted(range(len(sequences)), key=lambda row: (workload.arrivals_ms[row], row))
+    arriving = deque(sorted(range(len(sequences)), key=lambda row: (workload.arrivals_ms[row], row)))
     clock_ms, num_steps, num_active = 0.0, 0, 0
     entered: dict[int, tuple[int, float]] = {}  # row -> (slot, time)
     spans: list[Span] = []
@@ -102,7 +131,7 @@ def simulate(workload: Workload, batching: Batching, order: Order = "file") -> S
         if not scheduler.has_unfinished:
             clock_ms = max(clock_ms, workload.arrivals_ms[arriving[0]])
         while arriving and workload.arrivals_ms[arriving[0]] <= clock_ms:
-            scheduler.add(sequences[arriving.pop(0)])
+            scheduler.add(sequences[arriving.popleft()])
         output = scheduler.schedule()
         for sequence in output.sequences:
             entered.setdefault(sequence.index, (sequence.slot, clock_ms))
@@ -157,22 +186,44 @@ def _make_sequence(workload: Workload, row: int) -> Sequence:
 # -- what a person types ----------------------------------------------------------------------------------------------
 
 
-def parse_numbers(text: str) -> list[float]:
+def parse_numbers(text: str, option: str = "--lengths") -> list[float]:
     """`100,20,(20,200)*50` as a flat list; `(...)*N` repeats a group, `X*N` one number.
 
     Raises:
-        ValueError: the text is not of that form.
+        ValueError: the text is not of that form, or names more numbers than rows are simulated.
     """
     numbers: list[float] = []
     rest = re.sub(r"\s", "", text)
     while rest:
-        match = re.match(r"(?:\(([\d.,]+)\)|([\d.]+))(?:\*(\d+))?(?:,|$)", rest)
+        match = re.match(rf"(?:\(({_NUMBER}(?:,{_NUMBER})*)\)|({_NUMBER}))(?:\*([0-9]+))?(?:,|$)", rest)
         if match is None:
-            raise ValueError(f"cannot read {rest!r}; write numbers like 100,20,50 or (20,200)*50")
+            raise ValueError(f"{option}: cannot read {rest[:40]!r}; write numbers like 100,20,50 or (20,200)*50")
         group, single, times = match.groups()
-        numbers += [float(number) for number in (group or single).split(",")] * int(times or 1)
+        values = [float(number) for number in (group or single).split(",")]
+        repeats = int(times[:12]) if times else 1  # more digits are too many anyway
+        if len(numbers) + len(values) * repeats > _MAX_ROWS:
+            raise ValueError(f"{option} names too many rows to simulate; the most is {_MAX_ROWS:,}")
+        numbers += values * repeats
         rest = rest[match.end() :]
     return numbers
+
+
+def parse_whole_numbers(text: str, option: str = "--lengths") -> list[int]:
+    """The same for what is counted.
+
+    Raises:
+        ValueError: as `parse_numbers`, and for a number with a fraction.
+    """
+    numbers = parse_numbers(text, option)
+    broken = next((number for number in numbers if not number.is_integer()), None)  # neither is infinity
+    if broken is not None:
+        raise ValueError(f"{option} must be whole numbers of tokens, not {broken:g}")
+    return [int(number) for number in numbers]
+
+
+def _check_range(option: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # also refuses NaN
+        raise ValueError(f"{option} must be from {least:g} to {most:g}, not {value:g}")
 
 
 # -- what a person reads ----------------------------------------------------------------------------------------------
@@ -226,12 +277,14 @@ def format_timelines(simulations: list[Simulation], slots: int, width: int = 72)
     lines = []
     for simulation in simulations:
         lines.append(f"{simulation.name} ({simulation.total_ms / 1000:.1f} s)")
+        stays: dict[int, list[Span]] = {slot: [] for slot in range(slots)}
+        for span in simulation.spans:
+            stays[span.slot].append(span)
         for slot in range(slots):
             cells = ["."] * round(simulation.total_ms * scale)
-            for span in simulation.spans:
-                if span.slot == slot:
-                    first, last = round(span.start_ms * scale), round(span.end_ms * scale)
-                    cells[first:last] = row_name(span.row)[-1] * (last - first)
+            for span in stays[slot]:
+                first, last = round(span.start_ms * scale), round(span.end_ms * scale)
+                cells[first:last] = row_name(span.row)[-1] * (last - first)
             lines.append(f"  slot {slot:<3}|{''.join(cells):<{width}}|")
     return lines
 

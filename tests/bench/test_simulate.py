@@ -1,9 +1,14 @@
 """`cbgen simulate`: the figures of the reference examples, to the last digit, and the pictures drawn from them."""
 
+import contextlib
+import io
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cbgen.bench.simulate import (
     Workload,
@@ -101,20 +106,115 @@ def test_lengths_as_people_type_them(text, numbers):
     assert parse_numbers(text) == numbers
 
 
-@pytest.mark.parametrize("text", ["x", "1,,2", "(1,2", "1;2", "1.2.3"])
-def test_lengths_that_make_no_sense_are_refused(text, capsys):
+REFUSED_LENGTHS = [
+    "x", "1,,2", "(1,2", "1;2", "1.2.3", "", "-5", "5,-5", "1.5", "0", "nan", "inf", "1e3", ".", "()", "(,)", "5*",
+    "5*0",
+    "5*-1", "5*99999999999999999999", "9" * 400, "(1,2)*10001", "1000001", "50001*20", "٣",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED_LENGTHS)
+def test_lengths_that_make_no_sense_or_no_end_are_refused(text, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["simulate", "--lengths", text])
+    message = capsys.readouterr().err
     assert exit_.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert message.startswith("cbgen: ")
+    assert message.count("\n") == 1
+    assert len(message) < 300
 
 
-@pytest.mark.parametrize("arguments", [("--slots", "0"), ("--arrivals", "1,2,3"), ("--step-ms", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--slots", "0"),
+        ("--slots", "-1"),
+        ("--slots", "1000000000"),
+        ("--slots", "1.5"),
+        ("--arrivals", "1,2,3"),
+        ("--arrivals=-1"),
+        ("--arrivals", "9" * 20),
+        ("--step-ms", "0"),
+        ("--step-ms", "-5"),
+        ("--step-ms", "nan"),
+        ("--step-ms", "inf"),
+        ("--step-ms", "1e-300"),
+        ("--step-ms", "1e300"),
+        ("--prefill-ms-per-token", "nan"),
+        ("--prefill-ms-per-token", "inf"),
+        ("--prefill-ms-per-token", "-1"),
+        ("--prompt-lengths", "1.5"),
+        ("--prompt-lengths", "0"),
+        ("--prompt-lengths", "999999999999"),
+        ("--prompt-lengths", "1,2,3"),
+        ("--svg", "/nowhere/x.svg"),
+    ],
+)
 def test_settings_out_of_range_are_refused(arguments, capsys):
+    arguments = [arguments] if isinstance(arguments, str) else arguments
     with pytest.raises(SystemExit) as exit_:
         main(["simulate", "--lengths", "5,5", *arguments])
+    message = capsys.readouterr().err
     assert exit_.value.code == 2
-    assert capsys.readouterr().err.startswith("cbgen: ")
+    assert message.startswith("cbgen: ")
+    assert message.count("\n") == 1
+
+
+def test_many_slots_of_long_rows_are_refused_before_memory_is_taken(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", "--lengths", "900000", "--slots", "1000"])
+    assert exit_.value.code == 2
+    assert "--slots" in capsys.readouterr().err
+
+
+NUMBERS = st.integers(1, 40) | st.floats(0, 50).map(lambda number: round(number, 2))
+TEXTS = st.lists(NUMBERS, max_size=4).map(lambda numbers: ",".join(map(str, numbers))) | st.text(
+    "0123456789.,()*- enaif", max_size=8
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, TEXTS, TEXTS, st.sampled_from(["1", "3", "0", "-2", "x"]), st.floats().map(str) | TEXTS)
+def test_whatever_is_typed_the_answer_is_a_table_or_one_sentence(lengths, prompts, arrivals, slots, step_ms):
+    arguments = [f"--lengths={lengths}", f"--prompt-lengths={prompts or 1}", f"--arrivals={arrivals or 0}"]
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["simulate", *arguments, f"--slots={slots}", f"--step-ms={step_ms or 50}"])
+        except SystemExit as exit_:
+            code = exit_.code
+    if code == 0:
+        assert "speed-up" in out.getvalue()
+        assert err.getvalue() == ""
+    else:
+        assert code == 2
+        assert err.getvalue().startswith("cbgen: ")
+        assert out.getvalue() == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(1, 5), st.floats(0.001, 1e9), st.floats(0, 1e6))
+def test_every_row_gets_its_tokens_in_one_slot_at_a_time(data, num_rows, slots, step_ms, prefill):
+    def rows(values):
+        return data.draw(st.lists(values, min_size=num_rows, max_size=num_rows))
+
+    workload = make_workload(
+        rows(st.integers(1, 15)), slots, step_ms, prompt_lengths=rows(st.integers(1, 15)),
+        arrivals_ms=rows(st.floats(0, 1e12)), prefill_ms_per_token=prefill,
+    )  # fmt: skip
+    for simulation in simulate_policies(workload):
+        assert sorted(span.row for span in simulation.spans) == list(range(num_rows))
+        assert simulation.num_tokens == sum(workload.lengths)
+        assert 0 < simulation.occupancy <= 1
+        assert simulation.num_steps >= max(workload.lengths)
+        for slot in range(slots):
+            stays = sorted((span.start_ms, span.end_ms) for span in simulation.spans if span.slot == slot)
+            assert all(first[1] <= second[0] for first, second in itertools.pairwise(stays))
+        for span in simulation.spans:
+            assert span.start_ms >= workload.arrivals_ms[span.row]
+    assert format_report(workload, simulate_policies(workload))
+    assert ElementTree.fromstring(render_svg(simulate_policies(workload), slots)) is not None
 
 
 def test_report_leaves_out_single_rows_when_there_are_many():
