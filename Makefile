@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory field-cases fuzz
+.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory bench-rows field-cases fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,3 +58,6 @@ bench-host: setup ## host time of a step at 256 running rows
 
 bench-memory: setup ## memory over 200,000 rows beside 2,000
 	$(BIN)/python -m tests.benchmarks.memory $(ARGS)
+
+bench-rows: setup ## rows per second of everything but the model, a million rows on one core
+	$(BIN)/python -m tests.benchmarks.throughput $(ARGS)
