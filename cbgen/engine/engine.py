@@ -145,6 +145,10 @@ class Engine:
         )
         return None if self._scheduler.add(sequence) else _generation(sequence)
 
+    def stop_admitting(self) -> None:
+        """Only rows in a slot go on; what waits stays where it is."""
+        self._scheduler.admits = False
+
     def check_integrity(self) -> None:
         """Scheduler and blocks agree; for tests."""
         self._scheduler.check_integrity()
@@ -212,9 +216,10 @@ class Engine:
         ran = clock()
         stats.build_seconds += built - started
         stats.run_seconds += ran - built
-        if failure is not None:  # out here, where the exception and the tensors in its frames are gone
-            stats.num_out_of_memory += failure.reason is FinishReason.OUT_OF_MEMORY
-            self._runner.release_memory()
+        if failure is not None:
+            if failure.reason is FinishReason.OUT_OF_MEMORY:
+                stats.num_out_of_memory += 1
+                self._runner.release_memory()  # here, where the exception and the tensors in its frames are gone
             return failure
         for sequence in self._scheduler.update(part, token_ids):
             ended.append(_generation(sequence))

@@ -139,3 +139,65 @@ def _splitmix_in_python(words):
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return (state >> 11) * 2.0**-53
+
+
+# -- logit_bias, and parameters at their bounds -----------------------------------------------------------------------
+
+
+def test_a_bias_is_added_to_its_own_row():
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 7] = 1.0
+    rows = [make_row(0), make_row(1, logit_bias=((3, 2.0), (9, 5.0), (7, 1.0))), make_row(2, logit_bias=((7, -0.5),))]
+    assert Sampler().sample(logits.clone(), rows) == [7, 9, 7]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 1e6])
+def test_minus_100_forbids_a_token_however_likely_it_is(temperature):
+    logits = torch.zeros(200, VOCAB)
+    logits[:, 7] = 1e6
+    rows = [make_row(i, temperature=temperature, logit_bias=((7, -100.0),)) for i in range(200)]
+    drawn = set(Sampler().sample(logits, rows))
+    assert drawn == {0} if temperature == 0 else drawn <= set(range(VOCAB)) - {7}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_forbids_everything_still_gets_a_token(temperature):
+    rows = [make_row(i, temperature=temperature, logit_bias=tuple((t, -100.0) for t in range(VOCAB))) for i in range(9)]
+    assert None not in Sampler().sample(make_logits(9), rows)
+
+
+def test_min_tokens_outranks_a_bias():
+    row = make_row(0, min_tokens=1, logit_bias=((7, 100.0), (8, 50.0)))
+    row.stop_token_ids = frozenset({7})
+    assert Sampler().sample(torch.zeros(1, VOCAB), [row]) == [8]
+
+
+def test_biased_rows_do_not_depend_on_their_company():
+    rows = [make_row(i, temperature=i % 2, logit_bias=((i, 3.0), (2 * i, -100.0))[: i % 3]) for i in range(24)]
+    logits = make_logits(24)
+    alone = [Sampler().sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    assert Sampler().sample(logits.clone(), rows) == alone
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 5e-324}, {"temperature": 1e-30}, {"temperature": 1e6}, {"temperature": 1e6, "min_tokens": 5},
+        {"temperature": 1.0, "top_p": 5e-324}, {"temperature": 1.0, "top_p": 1 - 1e-12},
+        {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1.0, "top_k": 2**62}, {"repetition_penalty": 1e3}, {"repetition_penalty": 1e-3},
+        {"temperature": 1e-30, "repetition_penalty": 1e3, "logit_bias": ((0, 100.0), (1, -100.0))},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("scale", [1.0, 1e5])
+def test_every_parameter_at_its_bound_gives_a_token_that_the_logits_allow(params, scale):
+    rows = [make_row(i, num_output=2, **params) for i in range(50)]
+    for row in rows:
+        row.stop_token_ids = frozenset({4, 5})
+    logits = make_logits(50) * scale
+    logits[:, 9] = float("-inf")
+    tokens = Sampler().sample(logits, rows)
+    assert all(token is not None and token != 9 for token in tokens)
+    if params.get("min_tokens"):
+        assert not {4, 5} & set(tokens)

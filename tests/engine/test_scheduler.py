@@ -199,3 +199,80 @@ def test_logits_that_are_not_finite_end_their_row_alone():
 def test_a_budget_below_the_slots_is_refused():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
         make_scheduler(budget=3)
+
+
+# -- steps in parts, rows that end from outside -----------------------------------------------------------------------
+
+
+def test_the_parts_of_a_step_are_the_step():
+    """Random steps cut at random: every token once, in order, decodes in front, never two chunks of a row in a part."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        scheduler = make_scheduler(max_num_seqs=6, budget=40)
+        for index in range(8):
+            scheduler.add(make_sequence(index, rng.choice([1, 2, 15, 60]), 5))
+        for _ in range(rng.randint(0, 3)):
+            run_step(scheduler)
+        output = scheduler.schedule()
+        most = rng.randint(1, 45)
+        parts = output.cut(most)
+        counts = dict.fromkeys((s.index for s in output.sequences), 0)
+        for part in parts:
+            assert 0 < part.num_tokens <= most
+            assert len({s.index for s in part.sequences}) == len(part.sequences)
+            assert part.num_scheduled_tokens[: part.num_decodes] == [1] * part.num_decodes
+            assert part.num_decodes == sum(s in output.sequences[: output.num_decodes] for s in part.sequences)
+            for sequence, num_tokens in zip(part.sequences, part.num_scheduled_tokens, strict=True):
+                counts[sequence.index] += num_tokens
+        assert list(counts.values()) == output.num_scheduled_tokens
+        assert len(parts) == -(-output.num_tokens // most)
+        first, second = output.halves()
+        assert len(first.sequences) == len(output.sequences) // 2
+        assert first.sequences + second.sequences == output.sequences
+        assert first.num_scheduled_tokens + second.num_scheduled_tokens == output.num_scheduled_tokens
+        assert first.num_decodes + second.num_decodes == output.num_decodes
+        assert first.num_decodes <= len(first.sequences)
+
+
+def test_a_step_run_in_parts_leaves_the_books_as_one_run_whole():
+    for seed in range(20):
+        rng = random.Random(seed)
+        whole, parted = (make_scheduler(max_num_seqs=4, budget=16) for _ in range(2))
+        rows = [(rng.randint(1, 40), rng.randint(1, 8)) for _ in range(12)]
+        pairs = [(make_sequence(i, p, n), make_sequence(i, p, n)) for i, (p, n) in enumerate(rows)]
+        for first, second in pairs:
+            whole.add(first)
+            parted.add(second)
+        while whole.has_unfinished:
+            _, finished = run_step(whole)
+            ended = []
+            for part in parted.schedule().cut(rng.randint(1, 9)):
+                ready = [
+                    s.num_computed_tokens + n == s.num_tokens
+                    for s, n in zip(part.sequences, part.num_scheduled_tokens, strict=True)
+                ]
+                ended += parted.update(part, [7] * sum(ready))
+            parted.check_integrity()
+            assert [s.index for s in ended] == [s.index for s in finished]
+        assert not parted.has_unfinished
+
+
+def test_a_row_ends_with_all_its_samples_running_or_waiting():
+    scheduler = make_scheduler(max_num_seqs=3)
+    rows = [make_sequence(index, 3, 5) for index in (0, 1, 1, 1, 2)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    output = scheduler.schedule()
+    scheduler.end_row(1, FinishReason.OUT_OF_MEMORY)
+    scheduler.check_integrity()
+    assert [s.finish_reason for s in rows] == [None, *[FinishReason.OUT_OF_MEMORY] * 3, None]
+    assert output.unfinished().sequences == [rows[0]]
+    scheduler.update(output.unfinished(), [7])
+    while scheduler.has_unfinished:
+        run_step(scheduler)
+    assert scheduler.block_manager.num_free_blocks == 1000
+    assert [len(s.output_token_ids) for s in rows] == [5, 0, 0, 0, 5]
+
+
+def test_only_an_answer_is_no_failure():
+    assert [reason for reason in FinishReason if not reason.is_failure] == [FinishReason.STOP, FinishReason.LENGTH]
