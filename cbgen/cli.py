@@ -17,7 +17,7 @@ import click
 
 from cbgen import __version__
 from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig, StopConfig
-from cbgen.errors import EXIT_OK, EXIT_SECOND_SIGNAL, CbgenError, UsageError
+from cbgen.errors import EXIT_OK, EXIT_SECOND_SIGNAL, CbgenError, Stopped, UsageError
 from cbgen.options import (
     Allowance,
     Duration,
@@ -63,7 +63,7 @@ def cli() -> None:
     """Offline batch generation with LLMs: one completion per input row, in input order, resumable."""
 
 
-@cli.command(cls=GroupedCommand)
+@cli.command(cls=GroupedCommand, short_help="Generate a completion for every row of the input.")
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
 @options(
     "Output",
@@ -194,7 +194,8 @@ def _failures_reported(values: dict[str, Any]) -> Iterator[None]:
         if values["json"] and values["output"] != "-":
             JsonRecords().error(getattr(error, "exit_code", CbgenError.exit_code), _redacted(str(error)))
         if github.runs_here(values["github"]):
-            github.GitHubReport(_complain, redact=_redacted).fail(str(error))
+            level: github.Level = "warning" if isinstance(error, Stopped) else "error"
+            github.GitHubReport(_complain, redact=_redacted).fail(str(error), level)
         raise
 
 
@@ -254,7 +255,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
     )
 
 
-@cli.command()
+@cli.command(short_help="Show what batching does: static beside continuous.")
 @click.option("--slots", type=int, default=4, show_default=True, help="Rows that generate at once.")
 @click.option("--step-ms", type=float, default=50.0, show_default=True, help="Duration of one decode step.")
 @click.option("--lengths", required=True, help="Output tokens of each row: 100,20,50 or (20,200)*50.")
@@ -302,7 +303,7 @@ def simulate(
             raise UsageError(f"--svg {svg}: {error.strerror}") from error
 
 
-@cli.command()
+@cli.command(short_help="Look whether this machine is fit to run.")
 @click.option("-o", "--output", metavar="FILE|DIR", help="Try writing there instead of in the working directory.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
 def doctor(output: str | None, as_json: bool) -> None:
@@ -347,8 +348,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
 
 
 def _complain(message: str) -> None:
+    from cbgen.report.progress import printable
+
     with contextlib.suppress(OSError, ValueError):
-        click.echo(f"cbgen: {_redacted(message)}", err=True)
+        click.echo(f"cbgen: {printable(_redacted(message))}", err=True)
 
 
 def _redacted(text: str) -> str:

@@ -250,20 +250,21 @@ def test_print_config_shows_values_and_where_they_came_from(configs, capsys, mon
 
 def test_options_reach_the_config(configs):
     run(*shlex.split("--format parquet --rows-per-part 5 --state-dir s --keep a,b --keep c --append-message --source"))
-    run(*shlex.split("--max-time 1h --max-output-tokens 9 --grace 2 --fail-fast --fail-on-error 1%"))
+    run(*shlex.split("--max-time 1h --max-output-tokens 9 --grace 2 --fail-on-error 1%"))
     run(*shlex.split("--progress none --progress-interval 2m --json --github --verify"))
-    run(*shlex.split("--retry-errors --n 3 --no-github --keep"), "")
+    run(*shlex.split("--retry-errors --n 3 --no-github --fail-fast --fail-on-error 3 --keep"), "")
     assert configs[0].output == OutputConfig(
         path="out.jsonl", format="parquet", rows_per_part=5, state_dir="s", keep=("a", "b", "c"), append_message=True,
         source=True,
     )  # fmt: skip
     assert configs[1].stop == StopConfig(
-        max_seconds=3600, max_output_tokens=9, grace_seconds=2, fail_fast=True, fail_on_error=ErrorAllowance(0, 0.01)
+        max_seconds=3600, max_output_tokens=9, grace_seconds=2, fail_on_error=ErrorAllowance(0, 0.01)
     )
     assert configs[2].report == ReportConfig(progress="none", progress_seconds=120, json=True, github=True)
     assert configs[2].verify
     assert (configs[3].output.retry_errors, configs[3].output.keep, configs[3].sampling) == (True, (), {"n": 3})
     assert configs[3].report.github is False
+    assert configs[3].stop == StopConfig(fail_fast=True, fail_on_error=ErrorAllowance(3))
 
 
 def test_defaults_of_the_command_line_are_those_of_the_config(configs):
@@ -322,9 +323,14 @@ def test_what_ends_a_run_early_is_a_record_and_an_annotation(monkeypatch, capsys
     assert run("--json", "--github") == code
     out, err = capsys.readouterr()
     assert json.loads(out) == {"type": "error", "exit_code": code, "message": str(error)}
-    assert f"::error::{error}\n" in err
+    assert f"::{'warning' if code == 75 else 'error'}::{error}\n" in err
     assert run() == code
     assert capsys.readouterr().out == ""
+
+
+def test_a_message_cannot_steer_the_terminal(configs, capsys):
+    assert run("--template", "@\x1b[2J") == 2
+    assert "\\x1b[2J" in capsys.readouterr().err
 
 
 def test_no_message_shows_a_secret(monkeypatch, capsys):

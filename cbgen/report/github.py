@@ -13,10 +13,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from cbgen.report.progress import printable
 
+Level = Literal["error", "warning"]
 _NUM_SHOWN = 9  # the tenth annotation says how many more there are
 _SUMMARY_BYTES = 60_000
 _MESSAGE_LENGTH = 500
@@ -69,9 +70,9 @@ class GitHubReport:
         self._print(format_annotations(self._first, self._num_failed, os.environ.get("GITHUB_WORKSPACE", "")))
         self._append(self._redact(format_step_summary(summary, self._first)))
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, level: Level = "error") -> None:
         """The run ended early: one annotation with the reason."""
-        self._print([format_annotation(self._redact(message))])
+        self._print([format_annotation(self._redact(message), level=level)])
 
     def _print(self, lines: list[str]) -> None:
         if self._stream is None or not lines:
@@ -104,12 +105,12 @@ def escape_property(text: str) -> str:
     return escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def format_annotation(message: str, file: str = "", line: int | None = None) -> str:
-    """One error; without a file it belongs to the whole step."""
+def format_annotation(message: str, file: str = "", line: int | None = None, level: Level = "error") -> str:
+    """One annotation; without a file it belongs to the whole step."""
     properties = [f"file={escape_property(file)}"] if file else []
     if file and line is not None:
         properties.append(f"line={line}")
-    return f"::error{' ' if properties else ''}{','.join(properties)}::{escape_data(_shortened(message))}"
+    return f"::{level}{' ' if properties else ''}{','.join(properties)}::{escape_data(_shortened(message))}"
 
 
 def format_annotations(rows: list[FailedRow], num_failed: int, workspace: str = "") -> list[str]:
