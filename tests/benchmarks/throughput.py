@@ -97,7 +97,7 @@ def run_once(source: Path, output: Path, *, profile: bool) -> None:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[None]:
-    """List functions by the processor time they take in the main and in the feed thread; a run is many times slower with it."""
+    """List functions by the processor time they take in the main and in the feed thread; makes the run far slower."""
     profiles = {name: cProfile.Profile(time.thread_time) for name in ("main thread", "feed thread")}
     work = PromptFeed._work
 
