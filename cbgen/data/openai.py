@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cbgen.errors import RowError, RowFailure
+from cbgen.params import shown
 from cbgen.records import Completion, Form, Row, Sample
 
 URLS: dict[str, Form] = {"/v1/chat/completions": "openai_chat", "/v1/completions": "openai_completion"}
@@ -45,12 +46,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # other fields are fine while they ask
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
-_STATUS = {"nan_logits": 500, "kv_never_fits": 500, "tokenizer_error": 500}  # the rest is the request's fault: 400
+_SERVER_ERRORS = frozenset({"nan_logits", "kv_never_fits", "tokenizer_error", "out_of_memory", "engine_error"})
 
 
 def is_batch_line(columns: dict[str, Any]) -> bool:
-    """Whether a row is an OpenAI Batch request rather than a row of the user's own columns."""
-    return "custom_id" in columns and ("body" in columns or "url" in columns)
+    """Whether a row is an OpenAI Batch request, perhaps a bad one, rather than a row of the user's own columns.
+
+    People's own rows have a `custom_id` or a `url`, too; so it takes an API path, or a `body` object that is sent
+    somewhere.
+    """
+    if "custom_id" not in columns:
+        return False
+    url = columns.get("url")
+    path = url if isinstance(url, str) and url.startswith("/") else ""
+    if path.startswith("/v1/") and ("method" in columns or "body" in columns):
+        return True
+    return isinstance(columns.get("body"), dict) and ("method" in columns or bool(path))
 
 
 def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
@@ -61,9 +72,10 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
     """
     url, body = row.columns.get("url"), row.columns.get("body")
     if not isinstance(url, str) or url not in URLS:
-        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {url!r}")
-    if row.columns.get("method", "POST") != "POST":
-        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {row.columns['method']!r}")
+        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {shown(url)}")
+    method = row.columns.get("method", "POST")
+    if method != "POST":
+        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {shown(method)}")
     if not isinstance(body, dict):
         raise RowFailure("invalid_request", f"{row.place}: body must be an object, not {type(body).__name__}")
     params: dict[str, Any] = {}
@@ -72,7 +84,8 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
             if not (name == "max_tokens" and body.get("max_completion_tokens") is not None):  # the newer name wins
                 params[_PARAMS[name]] = value
         elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
-            raise RowFailure("invalid_request", f"{row.place}: body field {name}={value!r} is not supported")
+            field = f"{name[:80]}={shown(value)}"
+            raise RowFailure("invalid_request", f"{row.place}: body field {field} is not supported")
     form = URLS[url]
     source = "messages" if form == "openai_chat" else "prompt"
     if body.get(source) is None:
@@ -85,7 +98,7 @@ def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[s
     identifier = f"batch_req_{row.index}"
     custom_id = row.columns.get("custom_id")
     if isinstance(outcome, RowError):
-        status = _STATUS.get(outcome.code, 400)
+        status = 500 if outcome.code in _SERVER_ERRORS else 400  # the rest is the request's fault
         kind = "server_error" if status >= 500 else "invalid_request_error"
         error = {"message": outcome.message, "type": kind, "param": None, "code": outcome.code}
         response = {"status_code": status, "request_id": identifier, "body": {"error": error}}
