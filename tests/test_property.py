@@ -82,6 +82,8 @@ class Example:
     limit: int | None = None
     by_command: bool = False
     from_stdin: bool = False
+    break_at: int | None = None  # the step in which the engine of a first run fails
+    cut_at: int | None = None  # where the output is cut off in the end, and has to be made whole again
 
     def expected_ids(self):
         ids = []
@@ -326,6 +328,8 @@ examples = st.builds(
     st.one_of(st.none(), st.none(), st.integers(0, 6)),
     st.integers(0, 7).map(lambda number: number == 5),
     st.booleans(),
+    st.one_of(st.none(), st.none(), st.integers(1, 6)),
+    st.one_of(st.none(), st.none(), st.integers(0, 2000)),
 )
 
 
@@ -343,6 +347,28 @@ def answer(prompt_token_ids, sample):
 
 def make_serving(config, files):
     return Serving(ByteTokenizer(bos=True), FakeEngine(answer, vocab_size=BYTE_VOCAB_SIZE, slots=3))
+
+
+class EngineFailure(CbgenError):
+    pass
+
+
+class BreakingEngine(FakeEngine):
+    """Fails in its step number `num_steps_left`."""
+
+    num_steps_left = 0
+
+    def step(self):
+        self.num_steps_left -= 1
+        if self.num_steps_left == 0:
+            raise EngineFailure("the engine failed, as it was told to")
+        return super().step()
+
+
+def breaking_serving(num_steps):
+    engine = BreakingEngine(answer, vocab_size=BYTE_VOCAB_SIZE, slots=3)
+    engine.num_steps_left = num_steps
+    return lambda config, files: Serving(ByteTokenizer(bos=True), engine)
 
 
 class Folder:
@@ -369,11 +395,11 @@ class Folder:
             report=ReportConfig(progress="none"),
         )
 
-    def run(self):
+    def run(self, serving=make_serving):
         """(exit code, error or None)"""
         with contextlib.redirect_stderr(io.StringIO()):
             try:
-                return pipeline.run(self.config(), make_serving), None
+                return pipeline.run(self.config(), serving), None
             except CbgenError as error:
                 return error.exit_code, error
 
@@ -417,19 +443,34 @@ def check(example):
             return check_command(example, place)
         code, error = place.run()
         written = place.written()
-        if error is not None:
-            assert_sentence(str(error))
-            assert not must_run(example), error
-        if error is not None and not isinstance(error, BrokenInputError):
-            assert code in (2, 4), error
-            assert written is None, f"refused with {error}, but wrote an output"
-        elif written is not None:
-            check_records(example, written, whole=error is None)
-        else:
-            assert isinstance(error, BrokenInputError)
-        again, _ = place.run()
-        assert (again, place.written()) == (code, written), "the second run differs"
+        check_outcome(example, code, error, written)
+        assert (place.run()[0], place.written()) == (code, written), "the second run differs"
+        if written and example.cut_at is not None:
+            place.output.write_bytes(written[: example.cut_at % len(written)])
+            assert (place.run()[0], place.written()) == (code, written), "an output that was cut off is not repaired"
+        if written and example.break_at is not None:
+            check_broken_run(place, code, written)
         return type(error).__name__ if error else ("rows" if written else "nothing")
+
+
+def check_outcome(example, code, error, written):
+    if error is not None:
+        assert_sentence(str(error))
+        assert not must_run(example), error
+    if error is not None and not isinstance(error, BrokenInputError):
+        assert code in (2, 4), error
+        assert written is None, f"refused with {error}, but wrote an output"
+    elif written is not None:
+        check_records(example, written, whole=error is None)
+    else:
+        assert isinstance(error, BrokenInputError)
+
+
+def check_broken_run(place, code, written):
+    place.output = place.output.with_name("broken.jsonl")
+    broken, error = place.run(breaking_serving(place.example.break_at))
+    assert isinstance(error, EngineFailure) or broken == code
+    assert (place.run()[0], place.written()) == (code, written), "a run that was broken off ends in other bytes"
 
 
 def check_command(example, place):
@@ -501,18 +542,24 @@ def line_file(*lines):
     return plain(b"".join(line + b"\n" for line in lines))
 
 
-def zeroed_parquet():
+def parquet_bytes():
     sink = io.BytesIO()
     pq.write_table(pa.table({"prompt": ["a", "b"]}), sink)
-    data = sink.getvalue()
-    return InputFile(data[:4] + bytes(30) + data[34:])
+    return sink.getvalue()
 
+
+PARQUET = parquet_bytes()
 
 FOUND = {
     "a setting with half a character, as from a command line that is not UTF-8": Example(
         [line_file(b'{"prompt": "a"}')], {}, {"system": "be \udc80 brief"}
     ),
-    "pages of Parquet zeroed: Arrow's message has several lines": Example([zeroed_parquet()], {}, {}),
+    "pages of Parquet zeroed: Arrow's message has several lines": Example(
+        [InputFile(PARQUET[:4] + bytes(30) + PARQUET[34:])], {}, {}
+    ),
+    "a column of Parquet with a name that is not UTF-8": Example(
+        [InputFile(PARQUET.replace(b"prompt", b"\x80rompt"))], {}, {}
+    ),
 }
 """Examples that once broke the property."""
 
