@@ -134,6 +134,14 @@ class OutputConfig:
         if self.retry_errors and self.overwrite:
             raise UsageError("--retry-errors and --overwrite exclude each other")
 
+    @property
+    def resolved_format(self) -> OutputFormat:
+        """The format asked for, or the one that the name tells; JSONL for stdout and directories."""
+        if self.format is not None:
+            return self.format
+        suffixes: dict[str, OutputFormat] = {".parquet": "parquet", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
+        return next((form for suffix, form in suffixes.items() if self.path.lower().endswith(suffix)), "jsonl")
+
     def field(self, name: str) -> str:
         """A result field's name in the output."""
         return self.result_prefix + name
@@ -162,6 +170,10 @@ class StopConfig:
     grace_seconds: float = 5.0
     fail_fast: bool = False
     fail_on_error: ErrorAllowance = ErrorAllowance()
+
+    def __post_init__(self) -> None:
+        if self.fail_fast and self.fail_on_error.fraction is not None:
+            raise UsageError("--fail-fast stops at a number of errors; give --fail-on-error as a count with it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

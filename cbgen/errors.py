@@ -58,9 +58,13 @@ class ModelError(CbgenError):
 
 
 class Stopped(CbgenError):
-    """A signal asked the run to stop; what is finished is committed."""
+    """A signal or a limit asked the run to stop; what is finished is committed."""
 
     exit_code = 75
+
+    def __init__(self, message: str, exit_code: int = 75) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 ROW_ERROR_CODES = {

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cbgen.config import OutputConfig
 from cbgen.data.detokenizer import Detokenizer, StopStringMatcher, is_tokenizer_error
 from cbgen.data.feed import PromptFeed
-from cbgen.data.formats import format_record
+from cbgen.data.formats import RecordFormat
 from cbgen.data.retry import RetryWriter
 from cbgen.data.writers import OrderedWriter
 from cbgen.errors import RowError, RowFailure
@@ -58,30 +57,28 @@ class Job:
 
     Args:
         serving: the loaded model.
-        writer: takes the records.
-        config: what a record holds.
-        model: its name, for records that tell it.
+        record_format: what a record looks like.
         on_error: told of each row that failed.
+
+    Attributes:
+        writer: takes the records; set before the first row.
     """
 
     def __init__(
         self,
         serving: Serving,
-        writer: OrderedWriter | RetryWriter,
-        config: OutputConfig,
-        model: str,
+        record_format: RecordFormat,
         on_error: Callable[[Row, RowError], None],
     ) -> None:
         self.engine = serving.engine
-        self.writer = writer
+        self.writer: OrderedWriter | RetryWriter
         self.on_error = on_error
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_errors = 0
         self._detokenizer = Detokenizer(serving.tokenizer)
         self._special_token_ids = _special_token_ids(serving.tokenizer)
-        self._config = config
-        self._model = model
+        self._format = record_format
         self._window = _WINDOW_SLOTS * serving.engine.limits.max_num_seqs
         self._in_flight: dict[int, _InFlight] = {}
 
@@ -168,7 +165,8 @@ class Job:
             if not is_tokenizer_error(error):
                 raise
             raise RowFailure("tokenizer_error", f"{place}: the tokenizer cannot decode the answer ({error})") from error
-        kept = generation.token_ids if self._config.token_ids else []  # the row may wait long for its other samples
+        # Held until the row's last sample has ended, so no more than the record shows.
+        kept = generation.token_ids if self._format.config.token_ids else []
         state.matchers[generation.sample] = None
         return Sample(text, reason, kept)
 
@@ -190,7 +188,7 @@ class Job:
         if isinstance(outcome, RowError):
             self.num_errors += 1
             self.on_error(row, outcome)
-        self.writer.put(row, format_record(row, outcome, self._config, self._model))
+        self.writer.put(row, self._format.record(row, outcome))
 
     def snapshot(self, fraction: float | None) -> Snapshot:
         """The run at this moment; `fraction` of the input is in the output."""

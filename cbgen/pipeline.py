@@ -9,34 +9,40 @@ take prompts while there is room, step the engine, put what finished, commit now
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import orjson
 
 from cbgen import __version__
-from cbgen.config import RunConfig
+from cbgen.config import OutputConfig, RunConfig
 from cbgen.data.feed import PromptFeed
-from cbgen.data.prompts import PromptBuilder, compile_template
-from cbgen.data.readers import Source, check_inputs, input_fraction
-from cbgen.data.resume import Start, find_start
+from cbgen.data.files import redact
+from cbgen.data.prompts import PromptBuilder
+from cbgen.data.readers import input_fraction, read_rows
+from cbgen.data.resume import Start, find_start, verify_output
+from cbgen.data.retry import RetryWriter
 from cbgen.data.sidecar import Sidecar, replace_file
+from cbgen.data.state import State
 from cbgen.data.writers import OrderedWriter
-from cbgen.engine.model_files import ModelFiles, find_model, is_converted, model_identity, sampling_defaults
-from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, Stopped, UsageError
+from cbgen.engine.model_files import ModelFiles, is_converted
+from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, CbgenError, RowError, Stopped
 from cbgen.job import Job, Serving
-from cbgen.params import SamplingParams, merge_params
-from cbgen.records import EngineStats
-from cbgen.report.metrics import RunSummary, Timings, format_summary, summarize
-from cbgen.report.progress import Progress
+from cbgen.params import SamplingParams
+from cbgen.plan import Plan, make_plan, redacted
+from cbgen.records import EngineStats, Row
+from cbgen.report.metrics import RunSummary, Timings, summarize
+from cbgen.report.reports import Reports
 from cbgen.signals import StopSignals
+from cbgen.stopping import Stop, StopRules
 
 EngineFactory = Callable[[RunConfig, ModelFiles], Serving]
 
@@ -52,123 +58,157 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
         CbgenError: anything that ends the run; its `exit_code` is the command's.
     """
     clock = _Clock()
-    with StopSignals() as signals, Progress(config.report.progress_seconds) as progress:
-        plan = _plan(config)
-        with Sidecar.open(config.output, config.inputs) as sidecar:
-            sidecar.check_fingerprint(plan.fingerprint)
-            start = find_start(config, plan.sources, sidecar, progress.note)
-            ready = _get_ready(plan, progress, make_serving or _load) if start.has_rows else None
+    with StopSignals() as signals, Reports(config.report, redact) as reports:
+        if config.verify:
+            reports.note(verify_output(config))
+            return EXIT_OK
+        plan = make_plan(config)
+        with Sidecar.open(config.output, tuple(source.path for source in plan.sources)) as sidecar:
+            start = _recover(plan, sidecar, reports)
+            rules = StopRules(config.stop, signals, clock.started, start.num_errors)
+            ready = None
+            if start.has_rows and not rules.check(0, 0):
+                ready = _get_ready(plan, reports, make_serving or _load)
             settings = _settings(plan, ready)
-            _announce(progress, plan, ready, start)
-            sidecar.begin(plan.fingerprint, {"settings": settings, "versions": _versions()})
+            _announce(reports, plan, ready, start)
+            sidecar.begin(plan.fingerprint, _details(settings, sidecar))
+            reports.start(settings)
             clock.loaded()
-            with OrderedWriter(sidecar, start.state, plan.signatures()) as writer:
-                job = (
-                    Job(ready.serving, ready.prompt_builder, writer, config.output, plan.files.description)
-                    if ready
-                    else None
-                )
-                signals.raise_at_once = False
-                if job:
-                    with PromptFeed(start.rows, job.prompt_builder) as feed:
-                        _generate(job, plan, feed, progress, signals)
-                    if feed.failure is not None:
-                        writer.commit()
-                        raise feed.failure
-                writer.commit() if signals.requested else writer.finish()
-            summary = _summarize(clock, start, writer, job, settings, complete=not signals.requested)
-            replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-            progress.note(f"{config.output.path}\n{format_summary(summary)}")
-    if signals.requested:
-        again = "the same command without --overwrite" if config.output.overwrite else "the same command"
-        raise Stopped(f"stopped by {signals.requested}; {again} continues after row {writer.state.rows:,}")
-    return EXIT_ROW_ERRORS if writer.state.tally.num_errors else EXIT_OK
+            signals.raise_at_once = False
+            state, job = _write_rows(_Session(plan, sidecar, start, rules, signals, reports), ready)
+            summary = _summarize(clock, start, state, job, settings, rules.stop)
+            _store_summary(sidecar, summary)
+            reports.done(sidecar.output.path, summary)
+    return _exit_code(config, state, rules.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What the phases of a run share."""
+
+    plan: Plan
+    sidecar: Sidecar
+    start: Start
+    rules: StopRules
+    signals: StopSignals
+    reports: Reports
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def _generate(job: Job, plan: _Plan, feed: PromptFeed, progress: Progress, signals: StopSignals) -> None:
-    """Run until every row is finished, or a signal asks to stop; rows in flight are then generated again next time."""
-    engine, writer = job.engine, job.writer
-    while not signals.requested:
-        job.admit(feed)
+def _write_rows(session: _Session, ready: _Ready | None) -> tuple[State, Job | None]:
+    """Rows to try again, then the rows that follow; the state they end in."""
+    plan, sidecar, start, rules = session.plan, session.sidecar, session.start, session.rules
+    state = start.state
+    job = Job(ready.serving, plan.record_format(sidecar.output.encoder), _error_teller(session)) if ready else None
+    if start.failed and job is not None and ready is not None:
+        with RetryWriter(sidecar, state, start.failed) as retry:
+            job.writer = retry
+            rows = (row for row in read_rows(plan.sources) if row.index in start.failed)
+            _feed(session, job, ready.prompt_builder, rows)
+            if rules.stop is not None:
+                retry.commit()
+                return state, job
+            state = retry.finish()
+    with OrderedWriter(sidecar, state, plan.signatures()) as writer:
+        start.num_recovered = writer.num_recovered
+        if job is not None and ready is not None and start.head:
+            job.writer = writer
+            _feed(session, job, ready.prompt_builder, start.rows)
+        writer.commit() if rules.stop is not None else writer.finish()
+        start.num_recovered = writer.num_recovered
+        return writer.state, job
+
+
+def _feed(session: _Session, job: Job, builder: PromptBuilder, rows: Iterator[Row]) -> None:
+    """Generate all these rows, unless the run ends early; what is finished is kept whatever happens."""
+    with PromptFeed(rows, builder) as feed:
+        try:
+            _generate(session, job, feed)
+        except BaseException:
+            with contextlib.suppress(CbgenError):
+                job.writer.flush()
+            raise
+        failure = feed.failure
+    if failure is not None:
+        job.writer.commit()
+        if isinstance(failure, CbgenError):
+            raise failure
+        raise CbgenError(
+            f"reading and preparing rows failed: {type(failure).__name__}: {failure}; every committed row is safe"
+        ) from failure
+
+
+def _generate(session: _Session, job: Job, feed: PromptFeed) -> None:
+    """Run until every row is finished, or something asks to stop: then rows in flight have a little time left, and
+    those that do not end in it are generated again next time.
+    """
+    engine, rules, signals = job.engine, session.rules, session.signals
+    while not (rules.check(engine.stats.num_sampled_tokens, job.num_errors) and _has_ended(job, rules)):
+        if rules.stop is None:
+            job.admit(feed)
         engine.more_is_coming = not feed.exhausted
         if engine.has_unfinished:
             for generation in engine.step():
                 job.finish(generation)
         elif feed.exhausted:
             return
-        writer.tick()
-        if progress.is_due():
-            progress.update(job.snapshot(input_fraction(plan.sources, writer.state.position)))
+        if signals.take_commit_request():
+            job.writer.commit()
+        job.writer.tick()
+        session.reports.update(lambda: job.snapshot(_fraction(session, job)))
 
 
-def _start_job(plan: _Plan, ready: _Ready, writer: OrderedWriter) -> Job:
-    return Job(ready.serving, ready.prompt_builder, writer, plan.config.output, plan.files.description)
+def _has_ended(job: Job, rules: StopRules) -> bool:
+    """Whether nothing is worth waiting for, once the run is to stop."""
+    job.engine.stop_admitting()
+    return not job.engine.num_running or rules.grace_is_over
+
+
+def _fraction(session: _Session, job: Job) -> float | None:
+    return input_fraction(session.plan.sources, job.writer.state.position)
+
+
+def _error_teller(session: _Session) -> Callable[[Row, RowError], None]:
+    """Tells reports of failed rows, by file and line."""
+    sources, reports = session.plan.sources, session.reports
+
+    def tell(row: Row, error: RowError) -> None:
+        source = sources[row.next_position.file]
+        line = None if source.kind == "parquet" else row.next_position.line
+        reports.row_failed(source.path, line, error.code, error.message)
+
+    return tell
 
 
 # -- before the loop --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """A run's resolved facts, before the model is loaded."""
-
-    config: RunConfig
-    sources: list[Source]
-    files: ModelFiles
-    params: SamplingParams
-    fingerprint: dict[str, Any]
-
-    def signatures(self) -> list[Any]:
-        return [source.signature() for source in self.sources]
-
-
-@dataclass(frozen=True, slots=True)
 class _Ready:
-    """A loaded model, and what stands between it and rows of text."""
+    """A loaded model, and what makes prompts for it."""
 
     serving: Serving
     prompt_builder: PromptBuilder
 
 
-def _plan(config: RunConfig) -> _Plan:
-    sources = check_inputs(config.inputs)
-    if config.prompt.template is not None:
-        compile_template(config.prompt.template)
-    files = find_model(config.model.name, config.model.revision)
-    params = resolve_params(config.sampling, sampling_defaults(files))
-    return _Plan(config, sources, files, params, _fingerprint(config, params, files))
+def _recover(plan: Plan, sidecar: Sidecar, reports: Reports) -> Start:
+    """Find the row to begin with; the output is repaired, and knows how to write its form."""
+    sidecar.check_fingerprint(plan.fingerprint)
+    description = sidecar.details().get("encoder")
+    if description is not None:
+        sidecar.output.prepare(plan.restored_encoder(description))
+    start = find_start(plan.config, plan.sources, sidecar, reports.note)
+    if not sidecar.is_continued:
+        sidecar.output.prepare(plan.encoder(start.head))
+    return start
 
 
-def resolve_params(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:
-    """The run's sampling parameters: what was given, over what the model asks for, over our defaults.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-    try:
-        return merge_params(SamplingParams(), {**model_defaults, **given})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _fingerprint(config: RunConfig, params: SamplingParams, files: ModelFiles) -> dict[str, Any]:
-    """Every setting that decides what the output is. What only decides how fast it comes, is not in it."""
-    fields = {"model": model_identity(files), "dtype": config.model.dtype, "max_model_len": config.engine.max_model_len}
-    fields |= {f"prompt.{name}": value for name, value in asdict(config.prompt).items()}
-    fields |= {f"sampling.{name}": value for name, value in params.as_dict().items()}
-    return fields | {
-        "output.token_ids": config.output.token_ids,
-        "output.result_prefix": config.output.result_prefix,
-    }
-
-
-def _get_ready(plan: _Plan, progress: Progress, make_serving: EngineFactory) -> _Ready:
+def _get_ready(plan: Plan, reports: Reports, make_serving: EngineFactory) -> _Ready:
     """Load the model, and check everything that needs it, while the output is still untouched."""
     once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
-    progress.note(f"loading {plan.files.description}{once}")
+    reports.note(f"loading {plan.files.description}{once}")
     serving = make_serving(plan.config, plan.files)
     engine = serving.engine
     builder = PromptBuilder(
@@ -219,53 +259,55 @@ class _Clock:
         return Timings(load=self.loaded_at - self.started, generate=now - self.loaded_at, total=now - self.started)
 
 
-def _settings(plan: _Plan, ready: _Ready | None) -> dict[str, Any]:
-    """Settings in force: requested ones, with what was resolved from model and device on top."""
-    config = plan.config
-    settings: dict[str, Any] = {
-        "inputs": list(config.inputs),
-        "output": config.output.path,
-        "limit": config.limit,
-        "model": {**asdict(config.model), "path": str(plan.files.directory)},
-        "prompt": asdict(config.prompt),
-        "sampling": plan.params.as_dict(),
-        "engine": asdict(config.engine),
-    }
+def _settings(plan: Plan, ready: _Ready | None) -> dict[str, Any]:
+    """Settings in force: requested ones, with what was resolved from model and device on top; no credentials."""
+    settings = plan.settings()
     if ready is not None:
         settings["engine"] |= ready.serving.engine.describe()
-    return settings
+    return dict(redacted(settings))
 
 
-def _announce(progress: Progress, plan: _Plan, ready: _Ready | None, start: Start) -> None:
+def _details(settings: dict[str, Any], sidecar: Sidecar) -> dict[str, Any]:
+    """What run.json keeps beside the fingerprint."""
+    return {"settings": settings, "versions": _versions(), "encoder": sidecar.output.encoder.describe()}
+
+
+def _announce(reports: Reports, plan: Plan, ready: _Ready | None, start: Start) -> None:
     """What is about to happen, in the values in force."""
     if ready is None:
-        progress.note("nothing to generate: every row of the input is in the output")
+        if not start.has_rows:
+            what = "every row of the input is in the output" if start.state.rows else "the input holds no rows"
+            what = "--limit is 0" if plan.config.limit == 0 else what
+            reports.note(f"nothing to generate: {what}")
         return
-    facts = ready.serving.engine.describe()
-    progress.note(
+    engine = ready.serving.engine
+    facts = engine.describe()
+    reports.note(
         f"model {plan.files.description}, {facts['dtype']} on {facts['device']}: {facts['max_num_seqs']} slots, "
         f"{facts['max_num_batched_tokens']} tokens a step, context {facts['max_model_len']}, KV cache "
         f"{facts['kv_cache_bytes'] / 1e9:.2f} GB ({facts['batching']} batching)"
     )
-    for notice in ready.serving.engine.limits.notices:
-        progress.note(notice)
+    for notice in engine.limits.notices:
+        reports.note(notice)
     default = SamplingParams()
     shown = {
         k: v for k, v in plan.params.as_dict().items() if v != getattr(default, k) or k in ("temperature", "max_tokens")
     }
-    progress.note("sampling " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+    reports.note("sampling " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+    if start.failed:
+        reports.note(f"trying {len(start.failed):,} failed rows again")
     if start.state.rows:
-        progress.note(f"continuing after row {start.state.rows:,}")
+        reports.note(f"continuing after row {start.state.rows:,}")
 
 
 def _summarize(
-    clock: _Clock, start: Start, writer: OrderedWriter, job: Job | None, settings: dict[str, Any], *, complete: bool
+    clock: _Clock, start: Start, state: State, job: Job | None, settings: dict[str, Any], stop: Stop | None
 ) -> dict[str, Any]:
     return summarize(
         RunSummary(
-            complete=complete,
-            tally=writer.state.tally,
-            resumed_rows=writer.num_recovered,
+            complete=stop is None,
+            tally=state.tally,
+            resumed_rows=start.num_recovered,
             prompt_tokens=job.num_prompt_tokens if job else 0,
             completion_tokens=job.num_completion_tokens if job else 0,
             timings=clock.timings(),
@@ -277,6 +319,29 @@ def _summarize(
             versions=_versions(),
         )
     )
+
+
+def _store_summary(sidecar: Sidecar, summary: dict[str, Any]) -> None:
+    replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+
+def _exit_code(config: RunConfig, state: State, stop: Stop | None) -> int:
+    """The command's exit code.
+
+    Raises:
+        Stopped: the run ended early and can go on.
+    """
+    if stop is not None:
+        again = _again(config.output)
+        message = f"stopped by {stop.reason}; {again} continues after row {state.rows:,}"
+        raise Stopped(message, exit_code=stop.exit_code)
+    allowed = config.stop.fail_on_error.allows(state.tally.num_errors, state.tally.rows)
+    return EXIT_OK if allowed else EXIT_ROW_ERRORS
+
+
+def _again(output: OutputConfig) -> str:
+    left_out = [name for name, given in (("--overwrite", output.overwrite),) if given]
+    return f"the same command without {left_out[0]}" if left_out else "the same command"
 
 
 def _peak_memory() -> int:

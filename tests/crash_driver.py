@@ -9,13 +9,15 @@ from cbgen.data.writers import OrderedWriter
 
 def main() -> None:
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    put = OrderedWriter.put
+    flush = OrderedWriter.flush
 
-    def put_and_note(self, row, record):
-        put(self, row, record)
-        os.write(log, b"%d\n" % row.index)
+    def flush_and_note(self):
+        indices = [record.index for record in self._unwritten]
+        flush(self)
+        if indices:
+            os.write(log, b"".join(b"%d\n" % index for index in indices))
 
-    OrderedWriter.put = put_and_note
+    OrderedWriter.flush = flush_and_note
     cli.main(sys.argv[2:])
 
 

@@ -260,7 +260,7 @@ def test_limit_takes_the_first_rows_and_a_higher_one_goes_on(tmp_path, chain_mod
         (("--template", "{{ x"), 2, "--template does not parse"),
         (("--device", "cuda:99"), 5, "CUDA"),
         (("--device", "tpu"), 2, "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
-        (("--max-tokens", str(2**70)), 2, "max_tokens must be at least 1"),
+        (("--max-tokens", str(2**70)), 2, "is too large"),
         (("--kv-cache-memory", "inf"), 2, "512M"),
         (("--stop", ""), 2, "stop must be non-empty strings"),
         (("--stop-token-id", "99999"), 2, "stop token id 99999 is outside the vocabulary"),

@@ -1,12 +1,14 @@
 """The journal: finished rows in completion order, safe from the moment `append` returns.
 
-Output order is input order, so a row that overtook a long one has to wait. It waits here, on disk, and memory holds
-only where. Files are `wal-000000.jsonl`, ... in the sidecar directory; one record is one line:
+Output order is input order, so a row that overtook a long one has to wait. It waits here, on disk, and memory
+holds only where (and a few megabytes of the newest). Files are `wal-000000.jsonl`, ... in the sidecar directory; one
+record is one line:
 
     <crc32 of the rest> <index> <row checksum> <error code or -> <prompt tokens> <completion tokens> <payload>\\n
 
-Records are written with one unbuffered write each: a killed process loses none that `append` returned for, a power cut
-at most those since the last `sync`. Reading stops at the first record of a segment that is torn or fails its CRC.
+Records are written unbuffered, all those of one `append` at once: a killed process loses none that `append` returned
+for, a power cut at most those since the last `sync`. Reading stops at the first record of a segment that is torn or
+fails its CRC. The newest records stay in memory too, so that rows which need not wait are not read back.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SEGMENT_BYTES = 64 << 20
+_RECENT_BYTES = 8 << 20  # of payload kept in memory
 _SEGMENT_NAME = re.compile(r"wal-(\d{6,})\.jsonl")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for every row, and freezing triples what making it costs
 class Record:
     """A finished row: its output line (`payload`, without line end) and what totals and guards need of it."""
 
@@ -34,8 +37,14 @@ class Record:
     payload: bytes
 
     def encode(self) -> bytes:
-        header = f"{self.index} {self.checksum} {self.error_code or '-'} {self.prompt_tokens} {self.completion_tokens} "
-        body = header.encode("ascii") + self.payload
+        body = b"%d %d %b %d %d %b" % (
+            self.index,
+            self.checksum,
+            b"-" if self.error_code is None else self.error_code.encode("ascii"),
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.payload,
+        )
         return b"%d %b\n" % (zlib.crc32(body), body)
 
     @classmethod
@@ -52,11 +61,8 @@ class Record:
         return cls(int(index), int(checksum), error_code, int(prompt_tokens), int(completion_tokens), payload)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    segment: int
-    offset: int
-    size: int
+_Place = tuple[int, int, int]
+"""(segment, offset, size) of a record."""
 
 
 class Journal:
@@ -70,6 +76,8 @@ class Journal:
     def __init__(self, directory: Path, head: int) -> None:
         self._directory = directory
         self._places: dict[int, _Place] = {}
+        self._recent: dict[int, Record] = {}
+        self._recent_bytes = 0
         self._checksums: dict[int, int] = {}
         self._highest: dict[int, int] = {}  # segment -> highest row index in it
         self._readers: dict[int, int] = {}  # segment -> file descriptor
@@ -86,12 +94,16 @@ class Journal:
     def __len__(self) -> int:
         return len(self._places)
 
+    def indices(self) -> list[int]:
+        """The rows in it, in ascending order."""
+        return sorted(self._places)
+
     def checksum(self, index: int) -> int:
         """The input checksum under which the row was finished."""
         return self._checksums[index]
 
-    def append(self, record: Record) -> None:
-        """Write a finished row.
+    def append(self, records: list[Record]) -> None:
+        """Write finished rows.
 
         Raises:
             OSError: the disk is full or gone; what was appended before stays intact.
@@ -101,23 +113,38 @@ class Journal:
             following = self._open_segment(self._current + 1)
             os.close(self._file)
             self._current, self._file, self._size = self._current + 1, following, 0
-        line = record.encode()
-        view = memoryview(line)
+        lines = [record.encode() for record in records]
+        view = memoryview(b"".join(lines))
         while view:
             view = view[os.write(self._file, view) :]
-        self._note(record, _Place(self._current, self._size, len(line)))
-        self._size += len(line)
+        for record, line in zip(records, lines, strict=True):
+            self._note(record, (self._current, self._size, len(line)))
+            self._size += len(line)
+            if self._recent_bytes < _RECENT_BYTES:
+                self._recent[record.index] = record
+                self._recent_bytes += len(record.payload)
         self._dirty = True
 
     def pop(self, index: int) -> Record:
         """Take a row out of the index; its bytes stay until `prune`."""
-        place = self._places.pop(index)
+        segment, offset, size = self._places.pop(index)
         self._checksums.pop(index)
-        if place.segment not in self._readers:
-            self._readers[place.segment] = os.open(self._path(place.segment), os.O_RDONLY)
-        record = Record.decode(os.pread(self._readers[place.segment], place.size - 1, place.offset))
+        recent = self._recent.pop(index, None)
+        if recent is not None:
+            self._recent_bytes -= len(recent.payload)
+            return recent
+        if segment not in self._readers:
+            self._readers[segment] = os.open(self._path(segment), os.O_RDONLY)
+        record = Record.decode(os.pread(self._readers[segment], size - 1, offset))
         if record is None or record.index != index:
             raise OSError(errno.EIO, f"the journal record of row {index} changed on disk")
+        return record
+
+    def peek(self, index: int) -> Record:
+        """A row's record, which stays."""
+        place, checksum = self._places[index], self._checksums[index]
+        record = self.pop(index)
+        self._places[index], self._checksums[index] = place, checksum
         return record
 
     def sync(self) -> None:
@@ -165,13 +192,15 @@ class Journal:
                 if record is None:
                     break
                 if record.index >= head:
-                    self._note(record, _Place(segment, offset, len(line)))
+                    self._note(record, (segment, offset, len(line)))
                 offset += len(line)
 
     def _note(self, record: Record, place: _Place) -> None:
         self._places[record.index] = place
         self._checksums[record.index] = record.checksum
-        self._highest[place.segment] = max(self._highest.get(place.segment, -1), record.index)
+        segment = place[0]
+        if record.index > self._highest.get(segment, -1):
+            self._highest[segment] = record.index
 
     def _close_reader(self, segment: int) -> None:
         if segment in self._readers:

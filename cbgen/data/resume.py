@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cbgen.config import OutputConfig, RunConfig
 from cbgen.data.openai import is_batch_line
+from cbgen.data.outputs import edited
 from cbgen.data.prompts import clash_message
-from cbgen.data.readers import STDIN, Source, read_rows
-from cbgen.data.sidecar import Sidecar, State, answers, chain, edited_output
+from cbgen.data.readers import Source, check_inputs, read_rows
+from cbgen.data.sidecar import Sidecar, answers, record_facts
+from cbgen.data.state import State, add_row
 from cbgen.errors import InputError, RefusedError
 from cbgen.records import Position, Row
 
@@ -23,11 +25,27 @@ _PEEK_ROWS = 100
 
 @dataclass(slots=True)
 class Start:
-    """What the output holds already, and the rows that follow."""
+    """What the output holds already, and the rows that follow.
+
+    Attributes:
+        state: what is committed.
+        rows: those that come next.
+        head: the first of them, looked at already.
+        failed: rows before `state.rows` that are errors and are to be generated again; index -> the input row.
+    """
 
     state: State
     rows: Iterator[Row]
-    has_rows: bool = False
+    head: list[Row] = field(default_factory=list)
+    failed: frozenset[int] = frozenset()
+
+    num_errors: int = 0
+    num_recovered: int = 0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is anything to generate."""
+        return bool(self.head or self.failed)
 
 
 def find_start(config: RunConfig, sources: list[Source], sidecar: Sidecar, note: Callable[[str], None]) -> Start:
@@ -46,60 +64,147 @@ def find_start(config: RunConfig, sources: list[Source], sidecar: Sidecar, note:
     committed = sidecar.read_state()
     state = sidecar.repair(committed)
     if state.rows < committed.rows:
-        note(f"{sidecar.output} was cut short: {state.rows:,} of {committed.rows:,} rows are whole, the rest is redone")
-    unchanged = committed.signatures == [source.signature() for source in sources] and STDIN not in config.inputs
-    if state.rows and (state.rows < committed.rows or not unchanged):
-        start = _rescan(config.output, sources, sidecar, committed, state)
+        path = sidecar.output.path
+        note(f"{path} was cut short: {state.rows:,} of {committed.rows:,} rows are whole, the rest is redone")
+    is_stream = any(source.is_stream for source in sources)
+    unchanged = committed.signatures == [source.signature() for source in sources] and not is_stream
+    if state.rows and (state.rows < committed.rows or not unchanged or config.output.retry_errors):
+        start = _Rescan(config.output, sources, sidecar, committed, state, is_stream).start()
     else:
         start = Start(state, read_rows(sources, state.position if state.rows else Position(), state.rows))
     if config.limit is not None:
         start.rows = itertools.islice(start.rows, max(0, config.limit - start.state.rows))
+    start.num_errors = start.state.tally.num_errors - len(start.failed)
+    start.num_recovered = start.state.rows - len(start.failed)
     return _peeked(start, config.output.result_fields)
 
 
-def _rescan(config: OutputConfig, sources: list[Source], sidecar: Sidecar, committed: State, state: State) -> Start:
-    """Read the committed part of the input again: is it still the same, and where does the row after it start?"""
-    rows = read_rows(sources)
-    digest, count, found = "", 0, state
-    for row in itertools.islice(rows, committed.rows):
-        digest, count = chain(digest, row.checksum), count + 1
-        if count == state.rows:
-            found = replace(state, digest=digest, position=row.next_position)
-    if count < committed.rows or digest != committed.digest:
-        what = "is shorter than" if count < committed.rows else "differs from"
-        raise RefusedError(
-            f"the input {what} the one that {sidecar.output} was begun with (within its first {committed.rows:,} rows)"
-            "; put it back, choose another -o, or start anew with --overwrite"
-        )
-    if state.rows < committed.rows:
-        _check_kept_lines(sources, sidecar, state.rows, config)
-        if any(source.path == STDIN for source in sources):
-            raise RefusedError(f"{sidecar.output} was cut short, and stdin cannot be read twice; use --overwrite")
-        rows = read_rows(sources, found.position, state.rows)
-    return Start(found, rows)
+def verify_output(config: RunConfig) -> str:
+    """Compare an output, and its input where that can be read, with what was committed.
 
-
-def _check_kept_lines(sources: list[Source], sidecar: Sidecar, num_rows: int, config: OutputConfig) -> None:
-    """An output that was cut short keeps its first rows; one from which lines were taken out does not.
+    Returns:
+        One sentence that says what was found intact.
 
     Raises:
-        RefusedError: a kept line answers another row than the one it stands for.
+        RefusedError: something differs.
     """
-    if any(source.path == STDIN for source in sources) or not num_rows:
-        return
-    with sidecar.output.open("rb") as lines:
-        for line, row in zip(lines, itertools.islice(read_rows(sources), num_rows), strict=False):
-            if not answers(line, row, config):
-                raise edited_output(sidecar.output)
+    with Sidecar.open(config.output, ()) as sidecar:
+        if not sidecar.has_begun:
+            raise RefusedError(f"{sidecar.output.path} was not written by cbgen, or its state is gone")
+        state = sidecar.read_state()
+        sidecar.output.verify(state)
+        sources = check_inputs(config.inputs, exclude=(config.output.path,))
+        checked = "the input was not compared, since it can be read only once"
+        if not any(source.is_stream for source in sources):
+            digest = count = 0
+            for row in itertools.islice(read_rows(sources), state.rows):
+                digest, count = add_row(digest, row.index, row.checksum), count + 1
+            if (digest, count) != (state.digest, state.rows):
+                raise RefusedError(
+                    f"{sidecar.output.path} is intact, but the input is not the one that its {state.rows:,} rows answer"
+                )
+            checked = "and the input is the one they were written for"
+        return f"{sidecar.output.path}: {state.rows:,} committed rows are intact, {checked}"
+
+
+class _Rescan:
+    """Reads the committed part of the input again: is it still the same, and where does the row after it start?"""
+
+    def __init__(
+        self,
+        config: OutputConfig,
+        sources: list[Source],
+        sidecar: Sidecar,
+        committed: State,
+        state: State,
+        is_stream: bool,
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._sidecar = sidecar
+        self._committed = committed
+        self._state = state
+        self._is_stream = is_stream
+
+    def start(self) -> Start:
+        """The start, once the input was found to be unchanged.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        committed, state = self._committed, self._state
+        cut = state.rows < committed.rows
+        retry = self._config.retry_errors and not cut
+        codes = self._error_codes() if retry else iter(())
+        rows = read_rows(self._sources)
+        digest = good_digest = count = 0
+        found, failed = state, []
+        for row in itertools.islice(rows, committed.rows):
+            digest, count = add_row(digest, row.index, row.checksum), count + 1
+            if next(codes, None) is None:
+                good_digest = add_row(good_digest, row.index, row.checksum)
+            else:
+                failed.append(row.index)
+            if count == state.rows:
+                found = replace(state, digest=digest, position=row.next_position)
+        # Rows that failed may have been mended before they are tried again; all others may never change.
+        same = good_digest == committed.good_digest if retry else digest == committed.digest
+        if count < committed.rows or not same:
+            self._refuse("is shorter than" if count < committed.rows else "differs from")
+        if cut:
+            self._check_kept_lines()
+            found = replace(found, good_digest=self._good_digest())
+        if (cut or failed) and self._is_stream:
+            raise RefusedError(
+                f"{self._sidecar.output.path} needs rows of its input once more, and a stream cannot be read twice; "
+                "name a file, or use --overwrite"
+            )
+        if cut:
+            rows = read_rows(self._sources, found.position, state.rows)
+        return Start(found, rows, failed=frozenset(failed))
+
+    def _good_digest(self) -> int:
+        """Of the rows that are left, after the output was cut short."""
+        digest = 0
+        for row, code in zip(read_rows(self._sources), self._error_codes(), strict=False):
+            if code is None:
+                digest = add_row(digest, row.index, row.checksum)
+        return digest
+
+    def _error_codes(self) -> Iterator[str | None]:
+        """The error code of each committed row."""
+        for line in self._sidecar.output.lines(self._state):
+            facts = record_facts(line + b"\n", self._config)
+            yield facts[0] if facts else None
+
+    def _check_kept_lines(self) -> None:
+        """An output that was cut short keeps its first rows; one from which lines were taken out does not.
+
+        Raises:
+            RefusedError: a kept line answers another row than the one it stands for.
+        """
+        if self._is_stream or not self._state.rows:
+            return
+        lines = self._sidecar.output.lines(self._state)
+        for line, row in zip(lines, itertools.islice(read_rows(self._sources), self._state.rows), strict=False):
+            if not answers(line, row, self._config):
+                raise edited(self._sidecar.output.path)
+
+    def _refuse(self, what: str) -> None:
+        raise RefusedError(
+            f"the input {what} the one that {self._sidecar.output.path} was begun with (within its first "
+            f"{self._committed.rows:,} rows); put it back, choose another -o, or start anew with --overwrite"
+        )
 
 
 def _peeked(start: Start, result_fields: tuple[str, ...]) -> Start:
     """Look at the first rows: is there one at all, and does a column carry the name of a result field?"""
-    head = list(itertools.islice(start.rows, _PEEK_ROWS))
-    for row in [] if start.state.rows else head:  # later ones are row errors, as they are in an unbroken run
+    start.head = list(itertools.islice(start.rows, _PEEK_ROWS))
+    for row in [] if start.state.rows else start.head:  # later ones are row errors, as they are in an unbroken run
         if is_batch_line(row.columns):
             continue
         clash = next((name for name in result_fields if name in row.columns), None)
         if clash is not None:
             raise InputError(f"{row.place}: {clash_message(clash)}")
-    return Start(start.state, itertools.chain(head, start.rows), bool(head))
+    start.rows = itertools.chain(start.head, start.rows)
+    return start

@@ -2,74 +2,48 @@
 
     out.jsonl                   rows 0..rows-1, then perhaps a tail that is not committed
     out.jsonl.cbgen/lock        held while a run writes here
-                    run.json    written once: format version, fingerprint, settings, versions
+                    run.json    written once: format version, fingerprint, settings, versions, declared columns
                     state.json  how far the output is committed; replaced atomically
                     wal-*.jsonl the journal
+                    marks       safe prefixes of the tape, published: finished files and their checksums
                     summary.json
 
-`Sidecar.open` locks, `check_fingerprint` refuses another job, `repair` brings the output to its committed size, `begin`
-makes it ours. Nothing is written or changed before `begin`, except that repair.
+For a directory of parts it is `_cbgen` in that directory, for an object store `NAME.cbgen` in the working directory.
+`Sidecar.open` locks, `check_fingerprint` refuses another job, `repair` brings the output to its committed state,
+`begin` makes it ours. Nothing is written or changed before `begin`, except that repair.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cbgen.config import OutputConfig
+from cbgen.data.files import redact
 from cbgen.data.lines import dumps, loads
+from cbgen.data.locks import OutputLock
+from cbgen.data.outputs import Output, make_output
+from cbgen.data.state import State
 from cbgen.errors import CbgenError, RefusedError, UsageError
-from cbgen.records import Position, Row, Tally
+from cbgen.records import Row, Tally
 
-FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """How far an output is safe, as in state.json.
-
-    Attributes:
-        rows, num_bytes: the committed prefix of the output.
-        position: where row number `rows` starts in the input.
-        digest: chain over the checksums of the committed rows' input, see `chain`.
-        signatures: size and change time of each input at the last commit.
-    """
-
-    rows: int = 0
-    num_bytes: int = 0
-    position: Position = Position()
-    digest: str = ""
-    signatures: list[Any] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> State:
-        value = orjson.loads(data)
-        return cls(**{**value, "position": Position(**value["position"]), "tally": Tally(**value["tally"])})
-
-
-def chain(digest: str, checksum: int) -> str:
-    """The digest of a row sequence, one row longer. Resumable, unlike a running hash object."""
-    return hashlib.blake2b(digest.encode() + checksum.to_bytes(4, "little"), digest_size=12).hexdigest()
+FORMAT_VERSION = 2
+_OURS = ("wal-*.jsonl", "state.json", "run.json", "summary.json", "marks", "published", "rows.jsonl*",
+         "sealed-*.parquet", "*.tmp", ".*.new", "retry")  # fmt: skip
 
 
 class Sidecar:
     """The directory beside an output. Open it with `Sidecar.open`, which takes the lock."""
 
-    def __init__(self, output: Path, directory: Path, config: OutputConfig) -> None:
+    def __init__(self, output: Output, lock: OutputLock, config: OutputConfig) -> None:
         self.output = output
-        self.directory = directory
+        self.directory = output.directory
+        self.lock = lock
         self._config = config
 
     @classmethod
@@ -77,56 +51,79 @@ class Sidecar:
     def open(cls, config: OutputConfig, inputs: tuple[str, ...]) -> Iterator[Sidecar]:
         """Lock the output for this run.
 
+        Args:
+            config: where it goes.
+            inputs: paths that are read; none of them may be written to.
+
         Raises:
             UsageError: the path cannot be written.
             RefusedError: another run holds it, it is one of the inputs, or it holds something that is not ours.
         """
-        output = Path(config.path)
-        _check_output_path(output, inputs)
-        directory = output.with_name(output.name + ".cbgen")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(f"cannot write beside {output}: {error.strerror}") from error
-        sidecar = cls(output, directory, config)
+        output = make_output(config)
+        for path in inputs:
+            if output.is_input(path):
+                raise RefusedError(f"-o {output.path} is the input {redact(path)} itself; choose another output")
+        lock = OutputLock(output.directory, output.path)
+        made = _make_directories(output)
         locked = False
         try:
-            _take_lock(lock, output, directory / "lock")
-            locked = True
-            if not sidecar.has_begun and not config.overwrite and output.exists() and output.stat().st_size:
+            try:
+                lock.acquire()
+                locked = True
+            except OSError as error:
+                raise UsageError(f"cannot write beside {output.path}: {error.strerror}") from error
+            sidecar = cls(output, lock, config)
+            if not sidecar.has_begun and not config.overwrite and output.holds_something():
                 raise RefusedError(
-                    f"{output} exists and was not made by a run that can be continued; choose another -o, or use "
+                    f"{output.path} exists and was not made by a run that can be continued; choose another -o, or use "
                     "--overwrite (the old file is kept as a backup)"
                 )
             yield sidecar
         finally:
             # Refused or failed before the first row: leave no trace, but touch nothing that an earlier run left.
-            if locked and [path.name for path in directory.iterdir()] == ["lock"]:
-                shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
+            unused = locked and {path.name for path in output.directory.iterdir()} <= {"lock", "lease.json"}
+            lock.release(remove=unused)
+            if unused or not output.is_lasting:
+                shutil.rmtree(output.directory, ignore_errors=True)
+                _remove_empty(made)
 
     @property
     def has_begun(self) -> bool:
         return (self.directory / "run.json").exists()
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether an earlier run is taken up again."""
+        return self.has_begun and not self._config.overwrite
 
     def begin(self, fingerprint: dict[str, Any], details: dict[str, Any]) -> None:
         """Everything is checked and loaded: from here on the output is ours. Does nothing when a run is continued.
 
         With `overwrite`, the old output becomes a backup now and not before.
         """
+        if self.is_continued:
+            return
+        document = dumps({"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details})
         with named_disk_errors(self.output):
+            # run.json goes first: should we be killed, what is left is not taken for a run to continue.
+            (self.directory / "run.json").unlink(missing_ok=True)
             if self._config.overwrite:
-                # run.json goes first: should we be killed, what is left is not taken for a run to continue.
-                (self.directory / "run.json").unlink(missing_ok=True)
-                if self.output.exists():
-                    os.replace(self.output, _free_backup_path(self.output))
-            if not self.has_begun:
-                for path in self.directory.iterdir():
-                    if path.name != "lock":
-                        path.unlink()
-                document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details}
-                replace_file(self.directory / "run.json", orjson.dumps(document, option=orjson.OPT_INDENT_2))
+                self.output.back_up()
+            for pattern in _OURS:
+                for path in self.directory.glob(pattern):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            replace_file(self.directory / "run.json", document)
+
+    def details(self) -> dict[str, Any]:
+        """run.json of the run that is continued; empty for a new one.
+
+        Raises:
+            RefusedError: it is gone or broken.
+        """
+        if not self.is_continued:
+            return {}
+        with self._whole_file("run.json") as data:
+            return dict(loads(data))
 
     def check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
         """Compare with the run that began this output, if one did and it is to be continued.
@@ -134,21 +131,21 @@ class Sidecar:
         Raises:
             RefusedError: settings differ; the message shows each field before and now.
         """
-        if not self.has_begun or self._config.overwrite:
+        if not self.is_continued:
             return
         with self._whole_file("run.json") as data:
             document = loads(data)
             version, before = document["format_version"], dict(document["fingerprint"])
         if version != FORMAT_VERSION:
             raise RefusedError(
-                f"{self.output} was begun by another version of cbgen; finish it there, or use --overwrite"
+                f"{self.output.path} was begun by another version of cbgen; finish it there, or use --overwrite"
             )
-        now = orjson.loads(orjson.dumps(fingerprint))
+        now = loads(dumps(fingerprint))
         differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if differing:
             lines = [f"  {name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now" for name in differing]
             raise RefusedError(
-                f"{self.output} was begun with other settings:\n" + "\n".join(lines) + "\n"
+                f"{self.output.path} was begun with other settings:\n" + "\n".join(lines) + "\n"
                 "go back to those, choose another -o, or start anew with --overwrite"
             )
 
@@ -158,24 +155,13 @@ class Sidecar:
         Raises:
             RefusedError: state.json is gone or broken, so that rows could be lost by going on.
         """
-        if not self.has_begun or self._config.overwrite:
+        if not self.is_continued:
             return State()
-        if not (self.directory / "state.json").exists() and not self._output_size():
+        if not (self.directory / "state.json").exists() and not self.output.holds_something():
             return State()  # stopped right after run.json was written
         with self._whole_file("state.json") as data:
-            return State.from_json(data)
-
-    def _check_line_end(self, num_bytes: int) -> None:
-        """Committed bytes end with a line; when they do not, somebody edited the output, and cutting would tear a row.
-
-        Raises:
-            RefusedError: they do not.
-        """
-        if num_bytes:
-            with self.output.open("rb") as file:
-                file.seek(num_bytes - 1)
-                if file.read(1) != b"\n":
-                    raise edited_output(self.output)
+            state = State.from_json(data)
+        return self.output.end_swap(state, self.write_state) if state.swap else state
 
     @contextlib.contextmanager
     def _whole_file(self, name: str) -> Iterator[bytes]:
@@ -185,78 +171,55 @@ class Sidecar:
             yield path.read_bytes()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RefusedError(
-                f"{path} is missing or damaged, so it is not known how far {self.output} is finished; put it back, or "
-                "start anew with --overwrite (the old file is kept as a backup)"
+                f"{path} is missing or damaged, so it is not known how far {self.output.path} is finished; put it "
+                "back, or start anew with --overwrite (the old file is kept as a backup)"
             ) from error
 
-    def _output_size(self) -> int:
-        return self.output.stat().st_size if self.output.exists() else 0
-
     def write_state(self, state: State) -> None:
-        replace_file(self.directory / "state.json", orjson.dumps(asdict(state)))
+        """Make a state the committed one."""
+        replace_file(self.directory / "state.json", dumps(asdict(state)))
 
     def repair(self, state: State) -> State:
-        """Bring the output to the committed size; the state that then holds, with `position` and `digest` not yet
-        moved.
+        """Bring the output to the committed state, or to the part of it that is left; `position` and the digests of
+        the state that then holds are not yet moved.
 
         Longer is normal after a crash: the tail was never committed and is cut. Shorter means that somebody cut it:
-        the rows that are whole stay, the torn one goes. The size is looked at before any truncate, which could also
-        extend.
+        the rows that are whole stay, the torn one goes.
+
+        Raises:
+            RefusedError: what is there is not what was committed.
         """
-        if not self.has_begun or self._config.overwrite:
+        if not self.is_continued:
             return state
-        size = self._output_size()
-        if size >= state.num_bytes:
-            self._check_line_end(state.num_bytes)
-            if size > state.num_bytes:
-                os.truncate(self.output, state.num_bytes)
-            return state
-        tally, num_bytes = Tally(), 0
-        if size:
-            with self.output.open("rb") as file:
-                for line in file:
-                    facts = _record_facts(line, self._config)
-                    if facts is None:
-                        break
-                    tally.add(*facts)
-                    num_bytes += len(line)
-            os.truncate(self.output, num_bytes)
-        return replace(state, rows=tally.rows, num_bytes=num_bytes, tally=tally)
+        with named_disk_errors(self.output):
+            found = self.output.repair(state, lambda line: record_facts(line, self._config) is not None)
+        if found.rows == state.rows:
+            return found
+        tally = Tally()
+        for line in self.output.lines(found) if found.rows else ():
+            tally.add(*(record_facts(line + b"\n", self._config) or (None, 0, 0)))
+        return replace(found, tally=tally)
 
 
-def _free_backup_path(output: Path) -> Path:
-    """A name for the old output that no other file has."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = (f"{output.name}.backup-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
-    return next(path for path in map(output.with_name, names) if not path.exists())
-
-
-def _check_output_path(output: Path, inputs: tuple[str, ...]) -> None:
-    if str(output) == "-" or (output.exists() and not output.is_file() and not output.is_dir()):
-        raise UsageError(f"-o {output} is no regular file, so a stopped run could not be continued; name a .jsonl file")
-    if output.is_dir():
-        raise UsageError(f"-o {output} is a directory; name a file in it, such as {output / 'out.jsonl'}")
-    if output.suffix in (".parquet", ".gz", ".zst", ".csv"):
-        raise UsageError(f"-o {output}: the output is written as plain JSONL; give it a name that ends in .jsonl")
-    for path in inputs:
-        if output.exists() and os.path.exists(path) and os.path.samefile(output, path):
-            raise RefusedError(f"-o {output} is the input {path} itself; choose another output")
-
-
-def _take_lock(lock: int, output: Path, path: Path) -> None:
+def _make_directories(output: Output) -> list[Path]:
+    """Make the sidecar directory; the ones that were missing, to remove them should the run be refused."""
+    directory = output.directory
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
-            raise BlockingIOError  # its holder failed just now and removed it: what we hold guards nothing
-    except BlockingIOError as error:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
-        raise RefusedError(f"another run is writing {output} ({holder}); wait for it, or choose another -o") from error
-    os.truncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write beside {output.path}: {error.strerror}") from error
+    return missing
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for path in directories:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    text = dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -275,14 +238,6 @@ def replace_file(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
-def edited_output(output: Path) -> RefusedError:
-    """The refusal for an output whose lines are no longer the ones that were committed."""
-    return RefusedError(
-        f"{output} was edited since it was written, so its lines no longer answer the rows they stand for; put it "
-        "back, choose another -o, or start anew with --overwrite (the old file is kept as a backup)"
-    )
-
-
 def answers(line: bytes, row: Row, config: OutputConfig) -> bool:
     """Whether an output line is the answer to this row, judged by the columns it carries."""
     record = loads(line)
@@ -290,11 +245,13 @@ def answers(line: bytes, row: Row, config: OutputConfig) -> bool:
         return bool(record.get("custom_id") == row.columns.get("custom_id"))
     if row.error is not None:
         return record[config.field("error")] is not None
-    carried = loads(dumps(row.columns))
-    return all(name in record and record[name] == value for name, value in carried.items())
+    carried = {name: value for name, value in loads(dumps(row.columns)).items() if name in record}
+    if config.append_message:
+        carried.pop("messages", None)
+    return all(record[name] == value for name, value in carried.items())
 
 
-def _record_facts(line: bytes, config: OutputConfig) -> tuple[str | None, int, int] | None:
+def record_facts(line: bytes, config: OutputConfig) -> tuple[str | None, int, int] | None:
     """(error code, prompt tokens, completion tokens) of an output line; None when the line is not whole."""
     if not line.endswith(b"\n"):
         return None
@@ -310,13 +267,13 @@ def _record_facts(line: bytes, config: OutputConfig) -> tuple[str | None, int, i
 
 
 @contextlib.contextmanager
-def named_disk_errors(output: Path) -> Iterator[None]:
+def named_disk_errors(output: Output) -> Iterator[None]:
     """An OSError while writing becomes a `CbgenError` that names the output and says what is safe."""
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(output.parent).free
+        free = shutil.disk_usage(output.directory).free if output.directory.exists() else 0
         raise CbgenError(
-            f"cannot write {output}: {error.strerror} ({free / 1e6:.0f} MB free there); every committed row is "
-            "safe, and the same command continues once the cause is gone"
+            f"cannot write {output.path}: {error.strerror or redact(str(error))} ({free / 1e6:.0f} MB free there); "
+            "every committed row is safe, and the same command continues once the cause is gone"
         ) from error

@@ -109,6 +109,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.block_manager = block_manager
+        self.admits = True  # False while the run ends
         self.running: list[Sequence] = []  # in order of admission; the last is preempted first
         self._waiting: deque[Sequence] = deque()
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest slot is refilled first
@@ -187,7 +188,7 @@ class Scheduler:
     def _admit(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
         """Fill free slots from the queue. Blocks for all known tokens are taken at once: a prefill never gets stuck."""
         static = self.config.batching == "static"
-        if static and self.running:
+        if not self.admits or (static and self.running):
             return
         while self._waiting and self._free_slots and (budget > 0 or static):
             sequence = self._waiting[0]
