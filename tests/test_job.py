@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cbgen.config import EngineConfig, OutputConfig, PromptConfig
+from cbgen.data.formats import RecordFormat
 from cbgen.data.prompts import PromptBuilder
 from cbgen.engine.engine import Engine
 from cbgen.engine.loader import load_model, load_tokenizer
@@ -73,7 +74,8 @@ def make_job(serving, *, slots=4, output=None):
         engine.vocab_size,
     )
     output = output or OutputConfig(path="out.jsonl", token_ids=True)
-    job = Job(Serving(serving.tokenizer, engine), Writer(), output, "chain", lambda row, error: None)
+    job = Job(Serving(serving.tokenizer, engine), RecordFormat(output, "chain"), lambda row, error: None)
+    job.writer = Writer()
     return job, builder
 
 
