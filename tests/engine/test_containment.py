@@ -1,6 +1,9 @@
 """Steps that fail: what is short of memory or cannot compute a row ends that row, and no other row notices."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -188,6 +191,19 @@ def test_a_failing_step_amid_preemption_changes_no_answer(loaded):
         FailingRunner(engine, lambda m, rng=rng: MemoryError() if m.num_tokens > rng.integers(1, 12) else None)
         assert texts(answer(engine, prompts, params)) == texts(expected)
         assert engine.stats.num_preemptions > 0 < engine.stats.num_out_of_memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce a limit on address space")
+def test_a_process_that_really_runs_out_of_memory_answers_the_same(tmp_path):
+    """The real allocator's error: a step of all tokens needs 256 MB, and 150 MB are left."""
+    wide = build_model("llama-ratio-3", tmp_path, intermediate_size=32_768, max_position_embeddings=256)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.short_of_memory", wide], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["equal"], result["rows"]) == (True, 16)
+    assert result["out_of_memory"][0] == 0 < result["out_of_memory"][1]
 
 
 # -- other faults -----------------------------------------------------------------------------------------------------
