@@ -99,11 +99,11 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         ValueError: one is not; the message names the parameter and the id.
     """
-    named = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(i for i, _ in params.logit_bias)}
+    named = {"stop": params.stop_token_ids, "logit_bias": tuple(token_id for token_id, _ in params.logit_bias)}
     for name, token_ids in named.items():
         largest = max(token_ids, default=0)
         if largest >= vocab_size:
-            raise ValueError(f"{name} names token id {largest}, outside the vocabulary (0 to {vocab_size - 1})")
+            raise ValueError(f"{name} token id {largest} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
 def shown(value: object) -> str:

@@ -202,12 +202,12 @@ def test_params_with_a_bias_can_be_hashed_and_written() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"stop_token_ids": [3, 50, 9]}, "stop_token_ids names token id 50,"),
-        ({"logit_bias": {"191222": -100, "1": 1}}, "logit_bias names token id 191222,"),
+        ({"stop_token_ids": [3, 50, 9]}, "stop token id 50"),
+        ({"logit_bias": {"191222": -100, "1": 1}}, "logit_bias token id 191222"),
     ],
 )
 def test_token_ids_outside_the_vocabulary_are_refused_by_name(overrides: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{words} outside the vocabulary \(0 to 49\)$"):
+    with pytest.raises(ValueError, match=rf"^{words} is outside the vocabulary \(0 to 49\)$"):
         check_vocabulary(merge_params(BASE, overrides), 50)
 
 
