@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from pyarrow import fs
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -29,14 +30,25 @@ class Server:
     failures: int = 0
     failing: tuple[str, ...] = ("GET", "PUT", "POST")
     num_failed: int = 0
+    spared: int = 0
 
     def uri(self, key: str, **options: str) -> str:
         query = "&".join(f"{name}={value}" for name, value in options.items())
         return f"s3://{BUCKET}/{key}" + (f"?{query}" if query else "")
 
-    def fail_next(self, count: int, *methods: str) -> None:
-        self.failures, self.num_failed = count, 0
+    def fail_next(self, count: int, *methods: str, after: int = 0) -> None:
+        """Fail `count` requests, once `after` of them went through."""
+        self.failures, self.num_failed, self.spared = count, 0, after
         self.failing = methods or ("GET", "PUT", "POST")
+
+    def reset(self) -> None:
+        """Forget all objects, counts and failures."""
+        self.fail_next(0)
+        for backends in s3_backends.values():
+            for backend in backends.values():
+                backend.reset()
+        backend.create_bucket(BUCKET, "us-east-1")
+        self.counts.clear()
 
     def count(self, method: str, key: str) -> int:
         return self.counts[method, key]
@@ -46,7 +58,9 @@ class Server:
             method = environ["REQUEST_METHOD"]
             key = environ["PATH_INFO"].removeprefix(f"/{BUCKET}").removeprefix("/")
             self.counts[method, key] += 1
-            if self.failures > 0 and method in self.failing:
+            if self.failures > 0 and method in self.failing and self.spared > 0:
+                self.spared -= 1
+            elif self.failures > 0 and method in self.failing:
                 self.failures -= 1
                 self.num_failed += 1
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -83,6 +97,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setattr(files, "_SDK_TRIES", 1)  # only our own tries are counted, and waited for
     files._s3.cache_clear()
     filesystem = fs.S3FileSystem(
         endpoint_override=server.url.removeprefix("http://"), scheme="http", allow_bucket_creation=True
@@ -96,8 +111,3 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
         running.server_close()
         files._s3.cache_clear()
-        from moto.s3.models import s3_backends
-
-        for backends in s3_backends.values():
-            for backend in backends.values():
-                backend.reset()

@@ -6,11 +6,11 @@ call it by. Names that begin with `_` or `.` and directories ending in `.cbgen` 
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from cbgen.data import files
 from cbgen.errors import InputError
@@ -20,7 +20,6 @@ _SUFFIX = re.compile(r"\.(jsonl|ndjson|json|parquet|pq)(\.(gz|zst|zstd))?$", re.
 _KNOWN = ".jsonl, .ndjson, .json, .parquet, .pq, also with .gz or .zst behind"
 _MAGIC = re.compile(r"[*?[]")
 _MAGIC_IN_URI = re.compile(r"[*[]")  # a question mark begins the options
-_MAX_DEPTH = 40  # links that lead back up end here
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,37 +167,41 @@ def _is_litter(entry: files.Entry) -> bool:
     return entry.name.startswith(("_", ".")) or (entry.is_directory and entry.name.endswith(".cbgen"))
 
 
-def _walk(directory: str, parts: tuple[str, ...], excluded: _Excluded) -> Iterator[_Found]:
+def _list(directory: str, above: tuple[str, ...], excluded: _Excluded) -> list[files.Entry]:
+    """What counts in a directory; nothing if a link led back to one of those `above` it."""
+    if _real(directory) in above:
+        return []
+    return [entry for entry in files.list_directory(directory) if entry.path not in excluded]
+
+
+def _walk(directory: str, parts: tuple[str, ...], excluded: _Excluded, above: tuple[str, ...] = ()) -> Iterator[_Found]:
     """Every file at any depth."""
-    if len(parts) > _MAX_DEPTH:
-        return
-    for entry in files.list_directory(directory):
-        if _is_litter(entry) or entry.path in excluded:
+    for entry in _list(directory, above, excluded):
+        if _is_litter(entry):
             continue
         if entry.is_directory:
-            yield from _walk(entry.path, (*parts, entry.name), excluded)
+            yield from _walk(entry.path, (*parts, entry.name), excluded, (*above, _real(directory)))
         else:
             yield _Found(entry, (*parts, entry.name))
 
 
 def _match(
-    directory: str, parts: tuple[str, ...], pattern: tuple[str, ...], excluded: _Excluded, depth: int = 0
+    directory: str,
+    parts: tuple[str, ...],
+    pattern: tuple[str, ...],
+    excluded: _Excluded,
+    above: tuple[str, ...] = (),
 ) -> Iterator[_Found]:
     """Files and directories that a pattern names; `**` stands for any number of directories."""
     first, rest = pattern[0], pattern[1:]
     if first == "**" and rest:
-        yield from _match(directory, parts, rest, excluded, depth)
-    for entry in files.list_directory(directory) if depth <= _MAX_DEPTH else []:
-        if (_is_litter(entry) and first[0] not in "_.") or entry.path in excluded:
+        yield from _match(directory, parts, rest, excluded, above)
+    for entry in _list(directory, above, excluded):
+        if (_is_litter(entry) and first[0] not in "_.") or not (first == "**" or fnmatchcase(entry.name, first)):
             continue
         here = (*parts, entry.name)
-        if first == "**":
-            if not rest:
-                yield _Found(entry, here)
-            if entry.is_directory:
-                yield from _match(entry.path, here, pattern, excluded, depth + 1)
-        elif fnmatch.fnmatchcase(entry.name, first):
-            if not rest:
-                yield _Found(entry, here)
-            elif entry.is_directory:
-                yield from _match(entry.path, here, rest, excluded, depth + 1)
+        if not rest:
+            yield _Found(entry, here)
+        following = pattern if first == "**" else rest
+        if entry.is_directory and following:
+            yield from _match(entry.path, here, following, excluded, (*above, _real(directory)))

@@ -17,6 +17,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -236,9 +237,14 @@ def _put(uri: str, data: Any, sleep: Sleep | None) -> None:
 
     def put() -> None:
         # A stream publishes what it was given as soon as it is closed, by its destructor too. So it gets everything
-        # in one write and nothing can happen between the parts; in the background, a part that failed fails the close.
-        stream = filesystem.open_output_stream(path)
-        stream.write(data)
+        # in one write, and nothing can happen between the parts; a part that failed in the background fails the close.
+        stream = filesystem.open_output_stream(path, compression=None)
+        try:
+            stream.write(data)
+        except BaseException:
+            with suppress(OSError):
+                stream.close()
+            raise
         stream.close()
         size = filesystem.get_file_info(path).size
         if size != len(data):
@@ -441,14 +447,20 @@ def _asking(path: str, ask: Callable[[], Result]) -> Result:
 
 
 def _list_local(path: str, local: Path) -> list[Entry]:
+    base = str(local) if is_uri(path) else path
     try:
         with os.scandir(local) as entries:
-            return [
-                Entry(os.path.join(path if not is_uri(path) else str(local), entry.name), entry.name, entry.is_dir())
-                for entry in entries
-                if entry.is_dir() or stat.S_ISREG(entry.stat().st_mode)
-            ]
+            found = [Entry(os.path.join(base, entry.name), entry.name, entry.is_dir()) for entry in entries]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
+    return [entry for entry in found if entry.is_directory or not _is_special(entry.path)]
+
+
+def _is_special(path: str) -> bool:
+    """Whether it is a pipe, a socket or a device. A link that leads nowhere is not: its reader says so."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False

@@ -6,6 +6,7 @@ store) and a `Position` to start from. Leaves: an iterator of `Row`.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterator
 from typing import IO
@@ -68,7 +69,9 @@ def _read_source(source: Source, start: Position) -> Iterator[Row]:
         else:
             _discard(stream, start.offset)
         size = _BLOCK_BYTES if source.kind == "jsonl" else _COMPRESSED_BLOCK_BYTES
-        for line in split_lines(iter(lambda: stream.read(size), b""), start.offset, start.line):
+        # A pipe gives what is there, so that a slow writer's rows are not waited for until a block is full.
+        read = stream.read1 if source.is_stream and isinstance(stream, io.BufferedReader) else stream.read
+        for line in split_lines(iter(lambda: read(size), b""), start.offset, start.line):
             yield _row_from_line(source, start.file, line)
 
 

@@ -1,10 +1,15 @@
 """Files to rows: forms and compression, positions to resume from, bad rows in their place, whole files refused."""
 
+import contextlib
 import gzip
 import io
 import json
+import os
 import random
+import subprocess
 import sys
+import tempfile
+import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,9 +317,51 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         check_inputs((str(tmp_path / "nowhere.jsonl"),))
 
 
-def test_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is a directory"):
-        check_inputs((str(tmp_path),))
+def test_directory_of_shards_is_one_input(tmp_path: Path) -> None:
+    write(tmp_path / "part-10.jsonl", jsonl(4, 2))
+    write(tmp_path / "part-2.jsonl", jsonl(0, 2))
+    write(tmp_path / "part-3.jsonl", b"")
+    write_parquet(tmp_path / "part-4.parquet", 0, 5)
+    pq.write_table(pa.table({"other": [1, 2], "prompt": ["row 2", "row 3"]}), tmp_path / "part-5.parquet")
+
+    rows = read(str(tmp_path))
+
+    assert prompts(rows) == expected(6)
+    assert [row.place for row in rows][2:5] == ["part-5.parquet row 1", "part-5.parquet row 2", "part-10.jsonl line 1"]
+
+
+def test_parquet_without_row_groups_is_an_empty_shard(tmp_path: Path) -> None:
+    pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("prompt", pa.string())])).close()
+
+    assert read(str(tmp_path)) == []
+
+
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table([["a"], ["b"], [1]], names=["prompt", "prompt", "n"]), tmp_path / "in.parquet")
+
+    with pytest.raises(InputError, match=r"in\.parquet has two columns named 'prompt'"):
+        check_inputs((str(tmp_path / "in.parquet"),))
+
+
+@pytest.mark.parametrize("kept", [4, 12, 100, 2000])
+@pytest.mark.parametrize("filled", [True, False])
+def test_parquet_that_lost_its_end_is_refused(tmp_path: Path, kept: int, filled: bool) -> None:
+    path = tmp_path / "in.parquet"
+    whole = Path(write_parquet(path, 1000, 100)).read_bytes()
+    path.write_bytes(whole[:kept].ljust(len(whole) if filled else 0, b"\0"))
+
+    with pytest.raises(InputError, match=r"in\.parquet begins like a Parquet file but is not a whole one"):
+        check_inputs((str(path),))
+
+
+@pytest.mark.parametrize(("start", "end"), [(4, 600), (4, 5000), (3000, 6000)])
+def test_parquet_with_a_hole_of_zero_bytes_is_refused(tmp_path: Path, start: int, end: int) -> None:
+    path = tmp_path / "in.parquet"
+    whole = Path(write_parquet(path, 1000, 50)).read_bytes()
+    path.write_bytes(whole[:start] + bytes(end - start) + whole[end:])
+
+    with pytest.raises(InputError, match=r"in\.parquet is a damaged Parquet file: row group \d+ of 20 is zero bytes"):
+        check_inputs((str(path),))
 
 
 # -- stdin ------------------------------------------------------------------------------------------------------------
@@ -346,11 +393,122 @@ def test_stdin_twice_is_refused() -> None:
         check_inputs((STDIN, STDIN))
 
 
-def test_parquet_on_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_on_stdin(monkeypatch, b"PAR1...")
+def test_parquet_on_stdin_is_read_as_often_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Path(write_parquet(tmp_path / "in", 1000, 300)).read_bytes()
+    put_on_stdin(monkeypatch, data)
+    sources = check_inputs((STDIN,))
+    (source,) = sources
 
-    with pytest.raises(InputError, match="give its path"):
+    rows = list(read_rows(sources))
+
+    assert prompts(rows) == expected(1000)
+    assert rows[-1].place == "stdin row 1000"
+    assert list(read_rows(sources, rows[600].next_position, 601)) == rows[601:]
+    assert (source.is_stream, source.size, source.length) == (False, len(data), 1000)
+    put_on_stdin(monkeypatch, data)
+    assert check_inputs((STDIN,))[0].signature() == source.signature()
+    write_parquet(tmp_path / "in", 1001, 300)
+    put_on_stdin(monkeypatch, (tmp_path / "in").read_bytes())
+    assert check_inputs((STDIN,))[0].signature() != source.signature()
+
+
+def test_torn_parquet_on_stdin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_stdin(monkeypatch, Path(write_parquet(tmp_path / "in", 1000, 300)).read_bytes()[:-1])
+
+    with pytest.raises(InputError, match="stdin begins like a Parquet file but is not a whole one"):
         check_inputs((STDIN,))
+
+
+def test_spooled_parquet_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    put_on_stdin(monkeypatch, Path(write_parquet(tmp_path / "in", 10, 3)).read_bytes())
+
+    sources = check_inputs((STDIN,))
+
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert len(list(read_rows(sources))) == 10
+
+
+def test_closed_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+
+    with pytest.raises(InputError, match="stdin is closed"):
+        check_inputs((STDIN,))
+
+
+def test_stdin_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    code = "from cbgen.data.readers import check_inputs; check_inputs(('-',))"
+    directory = os.open(tmp_path, os.O_RDONLY)
+
+    result = subprocess.run([sys.executable, "-c", code], stdin=directory, capture_output=True, text=True, check=False)
+
+    os.close(directory)
+    assert "InputError: cannot read stdin" in result.stderr or "init_sys_streams" in result.stderr
+
+
+def test_stream_is_read_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_stdin(monkeypatch, jsonl(0, 3))
+    sources = check_inputs((STDIN,))
+
+    assert sources[0].is_stream
+    assert len(list(read_rows(sources))) == 3
+    with pytest.raises(InputError, match="only once"):
+        list(read_rows(sources))
+
+
+def test_first_row_of_a_slow_writer_comes_before_the_second_is_written() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, jsonl(0, 1))
+
+    rows = read_rows(check_inputs((f"/dev/fd/{reading}",)))
+    first = next(rows)
+    os.write(writing, jsonl(1, 5000)[:40000])
+    os.close(writing)
+    rest = list(rows)
+    os.close(reading)
+
+    assert first.columns["prompt"] == "row 0"
+    assert rest[0].columns["prompt"] == "row 1"
+
+
+def on_a_pipe(path: Path, data: bytes) -> str:
+    """A named pipe that somebody writes into, a few bytes at a time at first."""
+    os.mkfifo(path)
+
+    def work() -> None:
+        with path.open("wb", buffering=0) as pipe, contextlib.suppress(BrokenPipeError):
+            for block in (data[:2], data[2:5], data[5:]):
+                pipe.write(block)
+
+    threading.Thread(target=work, daemon=True).start()
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet"])
+def test_pipe_of_any_kind_is_opened_once_and_read_whole(tmp_path: Path, kind: str) -> None:
+    data = Path(write_parquet(tmp_path / "in", 5000, 700)).read_bytes() if kind == "parquet" else jsonl(0, 5000)
+    encoders: dict[str, Any] = {"gzip": gzip.compress, "zstd": zstd}
+    path = on_a_pipe(tmp_path / "pipe", encoders.get(kind, bytes)(data))
+    sources = check_inputs((path,))
+
+    assert sources[0].is_stream is (kind != "parquet")
+    assert prompts(list(read_rows(sources))) == expected(5000)
+    assert input_fraction(sources, Position()) in (None, 0)
+
+
+def test_pipe_of_few_bytes_is_read(tmp_path: Path) -> None:
+    assert prompts(read(on_a_pipe(tmp_path / "a", b'{"prompt":"row 0"}'))) == expected(1)
+    assert read(on_a_pipe(tmp_path / "b", b"")) == []
+    assert read(on_a_pipe(tmp_path / "c", b"\n")) == []
+    assert read("/dev/null") == []
+
+
+def test_pipe_twice_is_refused(tmp_path: Path) -> None:
+    path = on_a_pipe(tmp_path / "pipe", b"")
+
+    with pytest.raises(InputError, match="is a pipe, which can be read only once"):
+        check_inputs((path, path))
 
 
 @pytest.mark.parametrize("text", [b'[{"prompt":"a"}]', '{"prompt":"a"}'.encode("utf-16")])
