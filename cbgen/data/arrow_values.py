@@ -108,8 +108,9 @@ def _from_maps(array: pa.MapArray) -> list[Any]:
         zip(values(array.keys.slice(first, end - first)), values(array.items.slice(first, end - first)), strict=True)
     )
     present = array.is_valid().to_pylist()
+    make = _pairs if _is_moment(array.type.key_type) else _object  # some moments become text; the form stays the same
     return [
-        _object(pairs[offsets[number] - first : offsets[number + 1] - first]) if valid else None
+        make(pairs[offsets[number] - first : offsets[number + 1] - first]) if valid else None
         for number, valid in enumerate(present)
     ]
 
@@ -117,7 +118,11 @@ def _from_maps(array: pa.MapArray) -> list[Any]:
 def _object(pairs: list[tuple[Any, Any]]) -> Any:
     """An object, or a list of pairs where JSON has no such object."""
     found = dict(pairs) if all(isinstance(key, str) for key, _ in pairs) else {}
-    return found if len(found) == len(pairs) else [[key, value] for key, value in pairs]
+    return found if len(found) == len(pairs) else _pairs(pairs)
+
+
+def _pairs(pairs: list[tuple[Any, Any]]) -> list[list[Any]]:
+    return [[key, value] for key, value in pairs]
 
 
 def _from_moments(array: pa.Array) -> list[Any]:
@@ -138,9 +143,10 @@ def _moment(scalar: pa.Scalar) -> Any:
         if pt.is_timestamp(kind) and kind.tz is not None:
             plain = pa.scalar(scalar.value, pa.int64()).cast(pa.timestamp(kind.unit))
             return plain.cast(pa.string()).as_py() + "Z"
-        return scalar.cast(pa.string()).as_py()
+        text = scalar.cast(pa.string()).as_py()
     except pa.ArrowException:
         return str(scalar.value)
+    return str(scalar.value) if text.startswith("<") else text  # "<value out of range: ...>"
 
 
 def _from_intervals(array: pa.Array) -> list[Any]:

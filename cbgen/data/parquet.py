@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.data import files
@@ -19,7 +20,7 @@ from cbgen.data.sources import Source, open_random_access
 
 _MAX_ROWS = 256
 _BATCH_BYTES = 8 << 20
-_DICTIONARY_BYTES = 64 << 20
+_DICTIONARY_BYTES = 128 << 20
 _COALESCED_BYTES = 64 << 20
 _LOCAL_BUFFER_BYTES = 1 << 20
 _ALL_BUFFERS_BYTES = 64 << 20  # one per column
@@ -46,7 +47,9 @@ def read_parquet(source: Source, num_skipped: int) -> Iterator[tuple[int, Column
         plain = _open(stack, source, pre_buffer=False)
         fetching = _open(stack, source, pre_buffer=True) if source.is_remote else plain
         number, groups = _skip_row_groups(plain.metadata, num_skipped)
-        for run in _runs(plain.metadata, groups):
+        # Arrow cannot join dictionaries of several row groups inside of lists and structs.
+        together = 1 if any(_has_inner_dictionary(column.type) for column in plain.schema_arrow) else len(groups)
+        for run in _runs(plain.metadata, groups, together):
             file = fetching if run.num_bytes <= _COALESCED_BYTES else plain
             for batch in file.iter_batches(run.batch_rows, row_groups=run.groups):
                 for columns in batch_rows(batch):
@@ -74,8 +77,8 @@ def _skip_row_groups(metadata: Any, num_rows: int) -> tuple[int, list[int]]:
     return before, []
 
 
-def _runs(metadata: Any, groups: list[int]) -> Iterator[_Run]:
-    """Neighbouring row groups together up to a size; one that is larger alone."""
+def _runs(metadata: Any, groups: list[int], most: int) -> Iterator[_Run]:
+    """Neighbouring row groups together, up to a size and at `most` so many; one that is larger alone."""
     run = _Run([], 0, _MAX_ROWS)
     for group in groups:
         info = metadata.row_group(group)
@@ -83,7 +86,7 @@ def _runs(metadata: Any, groups: list[int]) -> Iterator[_Run]:
             continue
         chunks = [info.column(number) for number in range(metadata.num_columns)]
         num_bytes = sum(chunk.total_compressed_size for chunk in chunks)
-        if run.groups and run.num_bytes + num_bytes > _COALESCED_BYTES:
+        if len(run.groups) == most or (run.groups and run.num_bytes + num_bytes > _COALESCED_BYTES):
             yield run
             run = _Run([], 0, _MAX_ROWS)
         run.groups.append(group)
@@ -93,9 +96,23 @@ def _runs(metadata: Any, groups: list[int]) -> Iterator[_Run]:
         yield run
 
 
+def _has_inner_dictionary(kind: pa.DataType) -> bool:
+    inner = [kind.field(number).type for number in range(kind.num_fields)]
+    return any(pa.types.is_dictionary(item) or _has_inner_dictionary(item) for item in inner)
+
+
 def _fitting_rows(info: Any, chunks: list[Any]) -> int:
     """Rows of a group that are sure to fit into memory at once, if its rows are about alike."""
     per_row = max(1, info.total_byte_size // info.num_rows)
     # Every row may point to the largest entry of a dictionary.
-    dictionary = max((chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page), default=1)
-    return int(max(1, min(_MAX_ROWS, _BATCH_BYTES // per_row, _DICTIONARY_BYTES // max(1, dictionary))))
+    largest = max(map(_dictionary_bytes, chunks), default=0)
+    return int(max(1, min(_MAX_ROWS, _BATCH_BYTES // per_row, _DICTIONARY_BYTES // max(1, largest))))
+
+
+def _dictionary_bytes(chunk: Any) -> int:
+    """About the size of a chunk's dictionary, rather too much: only its compressed size is known."""
+    if not chunk.has_dictionary_page:
+        return 0
+    compressed = int(chunk.data_page_offset - chunk.dictionary_page_offset)
+    ratio = chunk.total_uncompressed_size / max(1, chunk.total_compressed_size)
+    return min(int(chunk.total_uncompressed_size), int(4 * compressed * ratio))

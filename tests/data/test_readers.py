@@ -551,3 +551,32 @@ def test_signature_changes_when_the_file_does(tmp_path: Path) -> None:
     assert source.signature() == before
     write(tmp_path / "in", jsonl(0, 3))
     assert source.signature() != before
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "width", "dictionary"), [(150_000, 1000, False), (2000, 2 << 20, True)])
+def test_row_group_of_any_size_is_read_in_bounded_memory(
+    tmp_path: Path, num_rows: int, width: int, dictionary: bool
+) -> None:
+    rng = random.Random(0)
+    texts = [rng.randbytes(width // 2).hex() for _ in range(4 if dictionary else num_rows)]
+    table = pa.table({"prompt": texts})
+    if dictionary:
+        indices = pa.array([number % 4 for number in range(num_rows)], pa.int8())
+        table = pa.table({"prompt": pa.DictionaryArray.from_arrays(indices, pa.array(texts))})
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=10**9, store_schema=False)
+    code = (
+        "import resource; from cbgen.data.readers import check_inputs, read_rows\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"print(sum(1 for _ in read_rows(check_inputs(({str(tmp_path / 'in.parquet')!r},)))))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    count, growth = map(int, result.stdout.split())
+    assert count == num_rows
+    assert growth < 200 << 10
