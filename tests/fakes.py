@@ -89,6 +89,9 @@ class FakeEngine:
         self._queue.append((index, prompt_token_ids, params, random_stream[2], stop_on_text))
         return None
 
+    def stop_admitting(self) -> None:
+        """Nothing is in a slot here that could go on."""
+
     def step(self) -> list[Generation]:
         size = len(self._queue) // 2
         ended, self._queue = self._queue[size:], self._queue[:size]

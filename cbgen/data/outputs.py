@@ -152,6 +152,14 @@ class Output(ABC):
         """The list of the tape's safe prefixes."""
         return self.directory / "marks"
 
+    def adopt(self) -> None:
+        """Fetch the state of a run that was begun on another machine, if the output itself keeps one."""
+        return
+
+    def share(self, *names: str) -> None:
+        """Keep these files of the sidecar directory with the output, for a run on another machine."""
+        return
+
     # -- during a run -------------------------------------------------------------------------------------------------
 
     def open(self, state: State) -> None:
@@ -344,8 +352,8 @@ class _StagedOutput(Output):
             raise RefusedError(f"{name} is gone from {files.redact(root.root)}")
         with root.fetched(name, self.directory) as local:
             size = local.stat().st_size
-            known = [(noted.size, noted.crc) for noted in self.published[name][-2:]]
-            if (size, checksum(local, size)) not in known:
+            known = [(noted.size, noted.crc) for noted in self.published.get(name, [])[-2:]]
+            if known and (size, checksum(local, size)) not in known:
                 raise edited(f"{files.redact(root.root)}: {name}")
 
     def _note(self, name: str, rows: int, local: Path) -> None:
@@ -355,7 +363,7 @@ class _StagedOutput(Output):
         record = {"name": name, "rows": rows, "size": size, "crc": published.crc}
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(log, orjson.dumps(record) + b"\n")
+            os.write(log, b"\n" + orjson.dumps(record) + b"\n")  # the one before may be torn
             os.fsync(log)
         finally:
             os.close(log)
@@ -408,9 +416,22 @@ class PartsOutput(_StagedOutput):
     def is_input(self, path: str) -> bool:
         return not self.root.is_remote and same_file(Path(self.config.path), path)
 
+    def adopt(self) -> None:
+        if not self.root.is_remote or (self.directory / "run.json").exists():
+            return
+        for name in ("state.json", "run.json"):  # in this order: what has no run.json has not begun
+            uri = self.root.uri(f"_cbgen/{name}")
+            if not files.exists(uri):
+                return
+            (self.directory / name).write_bytes(files.read_bytes(uri))
+
+    def share(self, *names: str) -> None:
+        for name in names if self.root.is_remote else ():
+            files.write_bytes(self.root.uri(f"_cbgen/{name}"), (self.directory / name).read_bytes())
+
     def repair(self, state: State, is_whole: IsWhole) -> State:
         self.published = self._read_published()
-        sizes = self.root.sizes() if state.base_rows else {}
+        sizes = self.root.sizes() if state.rows else {}
         for base_rows in range(0, state.base_rows, self.config.rows_per_part):
             name = self.part_name(base_rows)
             if not self._is_known(name, sizes.get(name)):
@@ -419,7 +440,15 @@ class PartsOutput(_StagedOutput):
                     f"{name} {what} {self.path} since it was written; put it back, choose another -o, or start anew "
                     "with --overwrite"
                 )
+        if state.num_bytes and not self.tape.path.exists() and self.part_name(state.base_rows) in sizes:
+            state = self._with_tape_restored(state)
         return super().repair(state, is_whole)
+
+    def _with_tape_restored(self, state: State) -> State:
+        """The last, unfinished part holds the rows of a tape that stayed on another machine."""
+        mark = _write_tape(self.tape.path, None, self._part_lines(state.base_rows))
+        state = replace(state, rows=state.base_rows + mark.rows, num_bytes=mark.num_bytes, crc=mark.crc)
+        return replace(state, mtime_ns=mark.mtime_ns)
 
     def seal(self, base_rows: int) -> None:
         self._publish(base_rows, self._tape_lines(), self.tape.mark.rows)
@@ -474,7 +503,6 @@ class PartsOutput(_StagedOutput):
         for base_rows in range(0, state.rows, self.config.rows_per_part):
             name = self.part_name(base_rows)
             if name in self.published or base_rows < state.base_rows:
-                self.published.setdefault(name, [])
                 self._verify_file(name, self.root, sizes)
 
 

@@ -73,6 +73,8 @@ class Sidecar:
             except OSError as error:
                 raise UsageError(f"cannot write beside {output.path}: {error.strerror}") from error
             sidecar = cls(output, lock, config)
+            if not config.overwrite:
+                output.adopt()
             if not sidecar.has_begun and not config.overwrite and output.holds_something():
                 raise RefusedError(
                     f"{output.path} exists and was not made by a run that can be continued; choose another -o, or use "
@@ -113,6 +115,7 @@ class Sidecar:
                 for path in self.directory.glob(pattern):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             replace_file(self.directory / "run.json", document)
+            self.output.share("run.json")
 
     def details(self) -> dict[str, Any]:
         """run.json of the run that is continued; empty for a new one.
@@ -247,7 +250,7 @@ def answers(line: bytes, row: Row, config: OutputConfig) -> bool:
         return record[config.field("error")] is not None
     carried = {name: value for name, value in loads(dumps(row.columns)).items() if name in record}
     if config.append_message:
-        carried.pop("messages", None)
+        carried.pop(config.messages_column, None)
     return all(record[name] == value for name, value in carried.items())
 
 

@@ -50,6 +50,7 @@ class OrderedWriter:
         self._positions: dict[int, Position] = {}  # finished row -> where the next one starts
         self._unwritten: list[Record] = []  # finished in this step
         self._uncommitted = 0
+        self._waited = 0.0  # seconds of the last commit that went to waiting for the disk
         self._next_commit = time.monotonic() + _COMMIT_SECONDS
 
     @property
@@ -96,11 +97,9 @@ class OrderedWriter:
     def tick(self) -> None:
         """Flush, and commit when it is time to; called once a step."""
         self.flush()
-        now = time.monotonic()
-        if self._uncommitted and now >= self._next_commit:
+        if self._uncommitted and time.monotonic() >= self._next_commit:
             self.commit()
-            took = time.monotonic() - now
-            self._next_commit = now + took + max(_COMMIT_SECONDS, took / _MAX_COMMIT_SHARE)
+            self._next_commit = time.monotonic() + max(_COMMIT_SECONDS, self._waited / _MAX_COMMIT_SHARE)
 
     def commit(self) -> None:
         """Move the rows that are next in line onto the tape and make everything finished survive a power cut.
@@ -112,7 +111,9 @@ class OrderedWriter:
         self.flush()
         self._sidecar.lock.renew()
         with named_disk_errors(self._output):
+            started = time.monotonic()
             self._journal.sync()
+            self._waited = time.monotonic() - started
             while True:
                 self._drain()
                 if not self._seal_if_full():
@@ -125,8 +126,10 @@ class OrderedWriter:
         size, state = self._output.rows_per_part, self.state
         end = self.head if size is None else min(self.head, max(state.base_rows + size, state.rows))
         state = self._append(state, end)
+        started = time.monotonic()
         mark = self._output.sync()
         self._commit(replace(state, num_bytes=mark.num_bytes, crc=mark.crc, mtime_ns=mark.mtime_ns))
+        self._waited += time.monotonic() - started
 
     def _append(self, state: State, end: int) -> State:
         digest, good_digest, position = state.digest, state.good_digest, state.position
@@ -158,6 +161,7 @@ class OrderedWriter:
         self._output.seal(state.base_rows)
         self._commit(replace(state, base_rows=state.rows, num_bytes=0, crc=0, mtime_ns=0))
         self._output.tape.clear()
+        self._output.share("state.json")
         return True
 
     def _commit(self, state: State) -> None:
@@ -171,6 +175,7 @@ class OrderedWriter:
         self.commit()
         with named_disk_errors(self._output):
             self._output.finish(self.state.base_rows)
+            self._output.share("state.json")
             if not len(self._journal):
                 self._journal.remove()
 
