@@ -125,6 +125,7 @@ class CaseRunner:
             "CASE": str(case.directory),
             "TMP": str(directory),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+            "OMP_NUM_THREADS": "1",  # the models are far too small for more
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
