@@ -19,6 +19,8 @@ from typing import IO, Literal
 
 import pyarrow as pa
 
+from cbgen.data.places import sync_directory
+
 Codec = Literal["gzip", "zstd"]
 _BLOCK_BYTES = 1 << 20
 _FRAME_BYTES = 8 << 20  # uncompressed; a frame ends here even before the commit, so that memory stays bounded
@@ -62,6 +64,7 @@ class Tape:
         """Go on behind `mark`; the file was already cut to it."""
         self.mark = mark
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sync_directory(self.path.parent)  # or a power cut takes a new file away with everything in it
 
     def append(self, lines: list[bytes]) -> None:
         """Write lines, each without its line end."""
@@ -149,10 +152,12 @@ def all_lines(path: Path, codec: Codec | None) -> Iterator[bytes]:
 
 
 def note_mark(path: Path, mark: Mark) -> None:
-    """Add a mark to the list; each proves itself by its checksum, so the list need not survive a power cut."""
+    """Add a mark to the list; each proves itself by its checksum, so the list need not survive a power cut. A torn one
+    ends where the next one begins.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(file, b"%d %d %d\n" % (mark.rows, mark.num_bytes, mark.crc))
+        os.write(file, b"\n%d %d %d\n" % (mark.rows, mark.num_bytes, mark.crc))
     finally:
         os.close(file)
 

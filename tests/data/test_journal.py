@@ -18,7 +18,7 @@ def record(index: int, size: int = 5) -> Record:
 def filled(directory: Path, *indices: int) -> Journal:
     journal = Journal(directory, 0)
     for index in indices:
-        journal.append(record(index))
+        journal.append([record(index)])
     return journal
 
 
@@ -77,7 +77,7 @@ def test_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
 def test_later_record_of_a_row_counts(tmp_path: Path) -> None:
     write(tmp_path, 1)
     journal = Journal(tmp_path, 0)
-    journal.append(record(1, size=99))
+    journal.append([record(1, size=99)])
     journal.close()
 
     assert reopen(tmp_path) == {1: record(1, size=99)}
@@ -94,7 +94,7 @@ def test_popped_rows_come_back_until_their_segment_is_pruned(tmp_path: Path) -> 
 def test_payload_with_spaces_and_any_bytes_survives(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0)
     odd = Record(0, 2**32 - 1, None, 0, 0, b'  {"a": "\xff\x00\r \xe2\x80\xa8"}  ')
-    journal.append(odd)
+    journal.append([odd])
     journal.close()
 
     assert reopen(tmp_path) == {0: odd}
@@ -107,6 +107,30 @@ def test_partial_writes_are_completed(tmp_path: Path, monkeypatch: pytest.Monkey
     write(tmp_path, 0, 1, 2)
 
     assert reopen(tmp_path) == records(0, 1, 2)
+
+
+@pytest.mark.parametrize("recent_bytes", [0, 60, 10_000])
+def test_rows_come_back_alike_from_memory_and_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recent_bytes: int
+) -> None:
+    monkeypatch.setattr(journal_module, "_RECENT_BYTES", recent_bytes)
+    monkeypatch.setattr(journal_module, "_SEGMENT_BYTES", 100)
+    journal = filled(tmp_path, *range(9))
+
+    assert [journal.peek(index) for index in (8, 0)] == [record(8), record(0)]
+    assert [journal.pop(index) for index in range(9)] == [record(index) for index in range(9)]
+    assert reopen(tmp_path) == records(*range(9))
+    journal.close()
+
+
+def test_rows_of_one_append_are_written_at_once_and_each_can_be_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+
+    journal.append([record(3), record(1), record(2)])
+
+    assert journal.indices() == [1, 2, 3]
+    assert reopen(tmp_path) == records(1, 2, 3)
+    journal.close()
 
 
 # -- what a crash leaves ----------------------------------------------------------------------------------------------
@@ -196,7 +220,7 @@ def test_many_crashes_in_a_row_lose_only_torn_records(
         journal = Journal(tmp_path, 0)
         assert {index for index in range(100) if index in journal} == set(expected)
         for index in rng.sample(range(50), 6):
-            journal.append(record(index, size=life))
+            journal.append([record(index, size=life)])
             expected[index] = record(index, size=life)
         last = tmp_path / f"wal-{journal._current:06d}.jsonl"
         journal.close()
@@ -207,7 +231,8 @@ def test_many_crashes_in_a_row_lose_only_torn_records(
 
 
 def test_record_that_changed_on_disk_meanwhile_is_an_error_not_a_wrong_row(tmp_path: Path) -> None:
-    journal = filled(tmp_path, 0)
+    write(tmp_path, 0)
+    journal = Journal(tmp_path, 0)
     path = tmp_path / "wal-000000.jsonl"
     path.write_bytes(path.read_bytes().replace(b"zzzzz", b"zzyzz"))
 
@@ -256,7 +281,7 @@ def test_prune_keeps_the_segment_that_is_written_to(tmp_path: Path) -> None:
     journal = filled(tmp_path, 0)
 
     journal.prune(10)
-    journal.append(record(11))
+    journal.append([record(11)])
     journal.close()
 
     assert reopen(tmp_path, head=10) == records(11)
