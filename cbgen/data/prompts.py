@@ -76,6 +76,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._config = config
         self._params = params
+        self._clamped: dict[int, SamplingParams] = {}  # by room
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._reserved = reserved
@@ -236,9 +237,17 @@ class PromptBuilder:
                 room = self._max_model_len - len(token_ids)
                 params = draft.params
                 if params.max_tokens > room:
-                    params = replace(params, max_tokens=room)
+                    params = self._with_room(params, room)
                 return Prompt(row, token_ids, params, draft.own_seed)
         return row
+
+    def _with_room(self, params: SamplingParams, room: int) -> SamplingParams:
+        """The same with fewer `max_tokens`; most rows share the run's own parameters, and those are made once."""
+        if params is not self._params:
+            return replace(params, max_tokens=room)
+        if room not in self._clamped:
+            self._clamped[room] = replace(params, max_tokens=room)
+        return self._clamped[room]
 
     def _fit(self, draft: _Draft) -> npt.NDArray[np.int32]:
         token_ids, place = draft.token_ids or [], draft.row.place
