@@ -12,6 +12,7 @@ import datetime
 import decimal
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import orjson
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 64 << 20
 _BLANK = b" \t\r\n\v\f"
 _MAX_DEPTH = 250  # what orjson can write
 _LONG_NUMBER = re.compile(rb"\d{16}")  # orjson turns integers beyond 64 bits into floats, silently
@@ -26,45 +28,86 @@ _LONG_NUMBER = re.compile(rb"\d{16}")  # orjson turns integers beyond 64 bits in
 
 @dataclass(slots=True)
 class Line:
-    """One non-blank line. `number` is physical, from 1; `end` is the byte offset just past its line end."""
+    """One non-blank line. `number` is physical, from 1; `end` is the byte offset just past its line end.
+
+    Attributes:
+        num_dropped: bytes of a line that is too long; its `data` is empty.
+        checksum: CRC-32 of what was dropped.
+    """
 
     data: bytes
     number: int
     end: int
     terminated: bool
+    num_dropped: int = 0
+    checksum: int = 0
 
 
-def split_lines(blocks: Iterable[bytes], offset: int = 0, number: int = 0) -> Iterator[Line]:
+def split_lines(
+    blocks: Iterable[bytes], offset: int = 0, number: int = 0, max_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Line]:
     """Cut blocks of any size into lines.
 
     Args:
         blocks: consecutive bytes of a file, from `offset` on.
         offset: bytes of the file before the first block.
         number: lines before the first block.
+        max_bytes: the content of a longer line is not kept.
     """
-    parts: list[bytes] = []  # of the line begun in earlier blocks
+    begun = _Begun(max_bytes)
     for block in blocks:
-        parts.append(block)
-        if b"\n" not in block:
-            continue
-        *complete, rest = b"".join(parts).split(b"\n")
-        parts = [rest]
-        for data in complete:
+        first, *others = block.split(b"\n")
+        begun.add(first)
+        for following in others:
             number += 1
-            start, offset = offset, offset + len(data) + 1
-            content = _content(data, start)
-            if content.strip(_BLANK):
-                yield Line(content, number, offset, True)
-    rest = b"".join(parts)
-    content = _content(rest, offset)
-    if content.strip(_BLANK):
-        yield Line(content, number + 1, offset + len(rest), False)
+            start, offset = offset, offset + begun.size + 1
+            line = begun.end(number, start, offset, terminated=True)
+            if line is not None:
+                yield line
+            begun.restart(following)
+    line = begun.end(number + 1, offset, offset + begun.size, terminated=False)
+    if line is not None:
+        yield line
 
 
-def _content(data: bytes, offset: int) -> bytes:
-    if offset == 0 and data.startswith(BYTE_ORDER_MARK):
-        data = data[len(BYTE_ORDER_MARK) :]
-    return data.removesuffix(b"\r")
+class _Begun:
+    """A line whose end is not read yet. Past the limit, only what is needed to report it."""
+
+    __slots__ = ("_checksum", "_is_blank", "_max_bytes", "_parts", "size")
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.restart(b"")
+
+    def restart(self, data: bytes) -> None:
+        self.size = len(data)
+        self._parts = [data]
+        self._checksum = 0
+        self._is_blank = True
+        if self.size > self._max_bytes:
+            self._drop()
+
+    def add(self, data: bytes) -> None:
+        self.size += len(data)
+        self._parts.append(data)
+        if self.size > self._max_bytes:
+            self._drop()
+
+    def _drop(self) -> None:
+        for part in self._parts:
+            self._checksum = zlib.crc32(part, self._checksum)
+            self._is_blank = self._is_blank and not part.strip(_BLANK)
+        self._parts = []
+
+    def end(self, number: int, start: int, end: int, *, terminated: bool) -> Line | None:
+        """The line from byte `start` to `end`; None if it is blank."""
+        if self.size > self._max_bytes:
+            return None if self._is_blank else Line(b"", number, end, terminated, self.size, self._checksum)
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        if start == 0 and data.startswith(BYTE_ORDER_MARK):
+            data = data[len(BYTE_ORDER_MARK) :]
+        content = data.removesuffix(b"\r")
+        return Line(content, number, end, terminated) if content.strip(_BLANK) else None
 
 
 def loads(data: bytes) -> Any:

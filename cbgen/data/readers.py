@@ -16,7 +16,7 @@ import pyarrow as pa
 from cbgen.data import files
 from cbgen.data.arrow_values import Columns
 from cbgen.data.expand import STDIN
-from cbgen.data.lines import Line, dumps, loads, split_lines
+from cbgen.data.lines import MAX_LINE_BYTES, Line, dumps, loads, split_lines
 from cbgen.data.parquet import read_parquet
 from cbgen.data.sources import Kind, Source, check_inputs, open_parquet
 from cbgen.errors import BrokenInputError, RowError
@@ -95,7 +95,11 @@ def _discard(stream: IO[bytes], num_bytes: int) -> None:
 
 def _row_from_line(source: Source, file: int, line: Line) -> Row:
     place = f"{source.name} line {line.number}"
-    row = Row(0, place, {}, zlib.crc32(line.data), Position(file, line.end, line.number))
+    row = Row(0, place, {}, line.checksum or zlib.crc32(line.data), Position(file, line.end, line.number))
+    if line.num_dropped:
+        most = f"{MAX_LINE_BYTES >> 20} MiB"
+        row.error = RowError("line_too_long", f"{place}: the line has {line.num_dropped:,} bytes, more than {most}")
+        return row
     try:
         value = loads(line.data)
     except ValueError as error:
