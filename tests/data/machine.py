@@ -7,6 +7,7 @@ not synced since is undone.
 """
 
 import contextlib
+import errno
 import os
 import random
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 from cbgen.data.encoders import JsonlEncoder, ParquetEncoder
 
 _STEPS = ("write", "pwrite", "truncate", "mkdir", "rmdir")
+_NEEDS_ROOM = ("write", "pwrite", "mkdir", "open", "write-file")
 _ENCODERS = (JsonlEncoder, ParquetEncoder)
 
 
@@ -41,28 +43,37 @@ class Killed(BaseException):
 class Machine:
     """Counts and remembers.
 
+    Args:
+        dies_at: the first call that is not done any more; None for none.
+        is_full: the disk is full from there on, instead: what needs room fails, everything else goes on.
+
     Attributes:
         calls: how many calls changed something.
         names: what was done to names in each directory since it was synced, as functions that undo it.
     """
 
-    def __init__(self, dies_at: int | None) -> None:
+    def __init__(self, dies_at: int | None, is_full: bool = False) -> None:
         self.calls = 0
         self.dies_at = dies_at
+        self.is_full = is_full
         self.names: list[tuple[str, Callable[[], None]]] = []
         self._durable: dict[int, bytes] = {}  # inode -> content that survives
-        self._real = {name: getattr(os, name) for name in ("open", "close", "write", "unlink", "replace")}
+        self._real = {name: getattr(os, name) for name in ("open", "close", "write", "unlink", "replace", "truncate")}
         self._open: set[int] = set()
 
     @property
     def is_dead(self) -> bool:
-        return self.dies_at is not None and self.calls > self.dies_at
+        return self.dies_at is not None and self.calls > self.dies_at and not self.is_full
 
     def step(self, name: str = "", args: tuple[Any, ...] = ()) -> None:
         if self.dies_at is not None and self.calls >= self.dies_at:
             if name == "write" and self.calls == self.dies_at:
                 self._real["write"](args[0], args[1][: len(args[1]) // 2])
             self.calls += 1
+            if self.is_full:
+                if name in _NEEDS_ROOM:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return
             raise Killed
         self.calls += 1
 
@@ -79,12 +90,12 @@ class Machine:
         """Writes by code that is not seen here: dies before it, in the middle of the file, and after it."""
 
         def call(encoder: Any, first: Any, second: Any, path: Path) -> None:
-            self.step()
+            self.step("write-file")
             real(encoder, first, second, path)
             try:
-                self.step()
-            except Killed:
-                os.truncate(path, path.stat().st_size // 2) if self.dies_at == self.calls - 1 else None
+                self.step("write-file")
+            except (Killed, OSError):
+                self._real["truncate"](path, path.stat().st_size // 2)
                 raise
             self.step()
 
@@ -175,9 +186,9 @@ def _tear(path: Path, durable: bytes, rng: random.Random) -> None:
 
 
 @contextlib.contextmanager
-def machine(dies_at: int | None = None) -> Iterator[Machine]:
-    """Everything inside runs on a machine that dies at this call."""
-    it = Machine(dies_at)
+def machine(dies_at: int | None = None, *, is_full: bool = False) -> Iterator[Machine]:
+    """Everything inside runs on a machine that dies at this call, or whose disk is full from it on."""
+    it = Machine(dies_at, is_full)
     with pytest.MonkeyPatch.context() as patch:
         for kind in _ENCODERS:
             patch.setattr(kind, "encode", it.wrap_encoder(kind.encode))
@@ -186,6 +197,8 @@ def machine(dies_at: int | None = None) -> Iterator[Machine]:
             patch.setattr(os, name, it.wrap(name))
         for name in ("open", "close", "fsync", "unlink", "replace"):
             patch.setattr(os, name, getattr(it, name))
-        with contextlib.suppress(Killed):
-            yield it
-        it.off()
+        try:
+            with contextlib.suppress(Killed):
+                yield it
+        finally:
+            it.off()

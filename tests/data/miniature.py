@@ -42,7 +42,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer(row: Row) -> Completion | RowError:
     if row.index % 5 == 3:
-        return RowError("empty_prompt", f"{row.place}: nothing")
+        return RowError("empty_prompt", f"row {row.index}: nothing")
     return Completion(f"answer {row.index} " + "x" * (row.index % 7), "stop", row.index, 2, [1, 2])
 
 
