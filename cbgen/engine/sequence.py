@@ -32,10 +32,6 @@ class FinishReason(enum.StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     ENGINE_ERROR = "engine_error"  # the model or the sampler raised an exception
 
-    @property
-    def is_failure(self) -> bool:
-        return self not in (FinishReason.STOP, FinishReason.LENGTH)
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:

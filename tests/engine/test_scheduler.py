@@ -272,7 +272,3 @@ def test_a_row_ends_with_all_its_samples_running_or_waiting():
         run_step(scheduler)
     assert scheduler.block_manager.num_free_blocks == 1000
     assert [len(s.output_token_ids) for s in rows] == [5, 0, 0, 0, 5]
-
-
-def test_only_an_answer_is_no_failure():
-    assert [reason for reason in FinishReason if not reason.is_failure] == [FinishReason.STOP, FinishReason.LENGTH]
