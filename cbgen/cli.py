@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -187,16 +188,32 @@ def _failures_reported(values: dict[str, Any]) -> Iterator[None]:
     """What ends the run early is also told to the programs that listen: --json and GitHub."""
     try:
         yield
-    except (CbgenError, OSError) as error:
+    except Exception as error:
         from cbgen.report import github
         from cbgen.report.records import JsonRecords
 
+        failure = _as_failure(error)
         if values["json"] and values["output"] != "-":
-            JsonRecords().error(getattr(error, "exit_code", CbgenError.exit_code), _redacted(str(error)))
+            JsonRecords().error(failure.exit_code, _redacted(str(failure)))
         if github.runs_here(values["github"]):
-            level: github.Level = "warning" if isinstance(error, Stopped) else "error"
-            github.GitHubReport(_complain, redact=_redacted).fail(str(error), level)
-        raise
+            level: github.Level = "warning" if isinstance(failure, Stopped) else "error"
+            github.GitHubReport(_complain, redact=_redacted).fail(str(failure), level)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _as_failure(error: Exception) -> CbgenError:
+    """What people are told of an error: in one sentence whatever it is, and for a fault of ours where it happened."""
+    if isinstance(error, CbgenError):
+        return error
+    if isinstance(error, OSError):  # a file or disk that failed where no one could say more
+        what = str(error)
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        what = f"internal fault ({type(error).__name__}: {text[:300]}; {Path(frame.filename).name} line {frame.lineno})"
+    return CbgenError(f"{what}; every committed row is safe, and the same command continues")
 
 
 def _check_exclusions(inputs: tuple[str, ...], values: dict[str, Any]) -> None:
@@ -231,7 +248,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
             path=values["output"],
             keep=_columns(values["keep"]),
             **pick("format", "rows_per_part", "state_dir", "overwrite", "retry_errors"),
-            **pick("append_message", "source", "token_ids", "result_prefix"),
+            **pick("append_message", "messages_column", "source", "token_ids", "result_prefix"),
         ),
         model=ModelConfig(name=values["model"], **pick("revision", "dtype", "device", "trust_remote_code")),
         prompt=PromptConfig(
@@ -336,12 +353,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
         sys.exit(EXIT_SECOND_SIGNAL)
     except BrokenPipeError:  # the reader of stdout has gone; it knows
         sys.exit(CbgenError.exit_code)
-    except OSError as error:  # a file or disk that failed where no one could say more
-        _complain(f"{error}; every committed row is safe, and the same command continues")
-        sys.exit(CbgenError.exit_code)
-    except CbgenError as error:
-        _complain(str(error))
-        sys.exit(error.exit_code)
+    except Exception as error:
+        failure = _as_failure(error)
+        _complain(str(failure))
+        sys.exit(failure.exit_code)
     finally:
         _settle(sys.stdout)
         _settle(sys.stderr)

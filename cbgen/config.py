@@ -112,7 +112,8 @@ class OutputConfig:
         state_dir: where the sidecar is; None is beside the output, or in the working directory for an object store.
         retry_errors: generate the rows again that are errors in the output.
         keep: columns of the input that are carried through; None for all.
-        append_message: add the answer to the row's own `messages`, as a message of the assistant.
+        append_message: add the answer to the row's own chat, as a message of the assistant.
+        messages_column: where that chat is.
         source: add the file and the line that a row came from.
     """
 
@@ -124,6 +125,7 @@ class OutputConfig:
     retry_errors: bool = False
     keep: tuple[str, ...] | None = None
     append_message: bool = False
+    messages_column: str = "messages"
     source: bool = False
     token_ids: bool = False
     result_prefix: str = ""
@@ -141,6 +143,13 @@ class OutputConfig:
             return self.format
         suffixes: dict[str, OutputFormat] = {".parquet": "parquet", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
         return next((form for suffix, form in suffixes.items() if self.path.lower().endswith(suffix)), "jsonl")
+
+    @property
+    def carried(self) -> tuple[str, ...] | None:
+        """Columns that are carried through, None for all: those of `keep`, and the chat that an answer is added to."""
+        if self.keep is None or not self.append_message or self.messages_column in self.keep:
+            return self.keep
+        return (*self.keep, self.messages_column)
 
     def field(self, name: str) -> str:
         """A result field's name in the output."""

@@ -202,6 +202,12 @@ def _recover(plan: Plan, sidecar: Sidecar, reports: Reports) -> Start:
     start = find_start(plan.config, plan.sources, sidecar, reports.note)
     if not sidecar.is_continued:
         sidecar.output.prepare(plan.encoder(start.head))
+        unknown = plan.unknown_columns(start.head)
+        if unknown:
+            reports.note(
+                f"--keep names {', '.join(map(repr, unknown))}, which none of the first {len(start.head):,} rows has; "
+                "rows without it hold null"
+            )
     return start
 
 
@@ -289,10 +295,8 @@ def _announce(reports: Reports, plan: Plan, ready: _Ready | None, start: Start) 
     )
     for notice in engine.limits.notices:
         reports.note(notice)
-    default = SamplingParams()
-    shown = {
-        k: v for k, v in plan.params.as_dict().items() if v != getattr(default, k) or k in ("temperature", "max_tokens")
-    }
+    default = SamplingParams().as_dict()
+    shown = {k: v for k, v in plan.params.as_dict().items() if v != default[k] or k in ("temperature", "max_tokens")}
     reports.note("sampling " + ", ".join(f"{name} {value}" for name, value in shown.items()))
     if start.failed:
         reports.note(f"trying {len(start.failed):,} failed rows again")

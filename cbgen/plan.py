@@ -48,6 +48,11 @@ class Plan:
         columns = [row.columns for row in first_rows if row.error is None]
         return declare_encoder(self.config.output, self.sources, columns, self.params.n)
 
+    def unknown_columns(self, first_rows: list[Row]) -> list[str]:
+        """Columns to be kept that none of these rows has."""
+        known = {name for row in first_rows for name in row.columns}
+        return [name for name in self.config.output.keep or () if name not in known] if first_rows else []
+
     def restored_encoder(self, description: dict[str, Any]) -> Encoder:
         """The encoder of the run that is continued."""
         return restore_encoder(self.config.output, self.sources, description)
@@ -57,7 +62,6 @@ class Plan:
         return RecordFormat(
             self.config.output,
             self.files.description,
-            messages_column=self.config.prompt.messages_column,
             continues_message=self.config.prompt.continue_final_message,
             is_table=self.is_table,
             num_samples=self.params.n,

@@ -314,18 +314,38 @@ def test_what_is_not_utf8_is_refused_without_a_traceback(configs, capsys, option
     assert "not valid UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "code"), [(RefusedError("no"), 4), (OSError(28, "full"), 1), (Stopped("x"), 75)])
-def test_what_ends_a_run_early_is_a_record_and_an_annotation(monkeypatch, capsys, error, code):
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RefusedError("no"), 4, "no"),
+        (OSError(28, "full"), 1, "[Errno 28] full; every committed row is safe, and the same command continues"),
+        (Stopped("x"), 75, "x"),
+    ],
+)
+def test_what_ends_a_run_early_is_a_record_and_an_annotation(monkeypatch, capsys, error, code, message):
     def fail(config):
         raise error
 
     monkeypatch.setattr("cbgen.pipeline.run", fail)
     assert run("--json", "--github") == code
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"type": "error", "exit_code": code, "message": str(error)}
-    assert f"::{'warning' if code == 75 else 'error'}::{error}\n" in err
+    assert json.loads(out) == {"type": "error", "exit_code": code, "message": message}
+    assert f"::{'warning' if code == 75 else 'error'}::{message}\n" in err
+    assert f"cbgen: {message}\n" in err
     assert run() == code
     assert capsys.readouterr().out == ""
+
+
+def test_a_fault_of_ours_is_one_sentence_with_its_place(monkeypatch, capsys):
+    def fail(config):
+        return [][0]
+
+    monkeypatch.setattr("cbgen.pipeline.run", fail)
+    assert run("--json") == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("cbgen: internal fault (IndexError: list index out of range; test_cli.py line ")
+    assert err.count("\n") == 1
+    assert json.loads(out)["message"] == err.removeprefix("cbgen: ").rstrip()
 
 
 def test_a_message_cannot_steer_the_terminal(configs, capsys):

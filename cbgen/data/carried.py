@@ -7,9 +7,12 @@ back opens the files again). Files may differ in columns and in compatible types
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from cbgen.data.parquet import has_inner_dictionary
 from cbgen.data.sources import Source, open_parquet
 from cbgen.errors import InputError
 
@@ -65,7 +68,7 @@ class CarriedColumns:
                         groups.append(group)
                     else:
                         first_row -= size
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=names):
+                for batch in _read_batches(file, groups, names):
                     table = self._aligned(batch)
                     if first_row < len(table):
                         yield table.slice(first_row)
@@ -75,10 +78,28 @@ class CarriedColumns:
         """A batch in the common schema."""
         present = set(batch.schema.names)
         columns = [
-            batch.column(field.name).cast(field.type) if field.name in present else pa.nulls(len(batch), field.type)
+            _as_type(batch.column(field.name), field.type)
+            if field.name in present
+            else pa.nulls(len(batch), field.type)
             for field in self.schema
         ]
         return pa.table(columns, schema=self.schema) if columns else pa.table({"_": pa.nulls(len(batch))}).select([])
+
+
+def _read_batches(file: Any, groups: list[int], names: list[str]) -> Iterator[pa.RecordBatch]:
+    # Arrow cannot join dictionaries of several row groups inside of lists and structs.
+    apart = any(has_inner_dictionary(field.type) for field in file.schema_arrow)
+    for together in [[group] for group in groups] if apart else [groups]:
+        yield from file.iter_batches(_BATCH_ROWS, row_groups=together, columns=names)
+
+
+def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    if not (pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type)):
+        return array.cast(kind)
+    # Arrow's own cast of a view leaves its last offset out.
+    ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(array), 0).cast(pa.int32()))
+    offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
+    return pa.ListArray.from_arrays(offsets, pc.list_flatten(array), mask=array.is_null()).cast(kind)
 
 
 def _common_schema(sources: list[Source], keep: tuple[str, ...] | None) -> pa.Schema:
@@ -95,8 +116,10 @@ def _common_schema(sources: list[Source], keep: tuple[str, ...] | None) -> pa.Sc
             f"the input files hold a column in types that cannot share one Parquet column ({reason}); leave it out "
             "with --keep, or write JSONL"
         ) from error
-    order = {name: number for number, name in enumerate(keep or schema.names)}
-    return pa.schema(sorted(schema, key=lambda field: order[field.name]))
+    if keep is None:
+        return schema
+    present = {field.name: field for field in schema}
+    return pa.schema([present.get(name, pa.field(name, pa.string())) for name in keep])
 
 
 def writable(kind: pa.DataType) -> pa.DataType:

@@ -9,6 +9,7 @@ not lost: it goes into the column `extra_columns`, as JSON.
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ CODECS: dict[str, Codec | None] = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst
 _BATCH_ROWS = 4096
 _FRAME_BYTES = 8 << 20
 _GROUP_ROWS = 5_000
+_ANSWERS: tuple[Any, ...] = ("x", ["x"], [{"type": "text", "text": "x"}])
 _LARGEST_EXACT = 2**53  # whole numbers up to it are exact as doubles
 
 TakeColumns = Callable[[int, int], pa.Table]
@@ -189,20 +191,44 @@ def declare_encoder(
         num_samples: completions per row.
 
     Raises:
-        InputError: the columns cannot be declared.
+        InputError: the columns cannot be declared, or have no room for an answer that is to be added.
     """
     if config.resolved_format != "parquet":
         return JsonlEncoder(CODECS[config.resolved_format])
     if sources and all(source.kind == "parquet" for source in sources):
-        carried = CarriedColumns(sources, keep=_kept(config))
+        carried = CarriedColumns(sources, keep=config.carried)
+        if config.append_message and config.messages_column in carried.schema.names:
+            _check_takes_answers(carried.schema.field(config.messages_column))
         return ParquetEncoder(carried.schema, config, num_samples, carried.take)
-    return ParquetEncoder(declare_columns(first_rows, _kept(config)), config, num_samples)
+    return ParquetEncoder(declare_columns(first_rows, config.carried), config, num_samples)
 
 
-def _kept(config: OutputConfig) -> tuple[str, ...] | None:
-    if config.keep is None or not config.append_message or "messages" in config.keep:
-        return config.keep
-    return (*config.keep, "messages")
+def _check_takes_answers(column: pa.Field) -> None:
+    """Whether messages of this type can hold an answer, as text or as a list of parts, and come back as they were.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if not pa.types.is_nested(column.type):
+        return  # no chats
+    for content in _ANSWERS if _is_plain(column.type) else ():
+        with contextlib.suppress(pa.ArrowException, ValueError, TypeError, KeyError, IndexError):
+            (messages,) = pa.array([[{"role": "assistant", "content": content}]], column.type).to_pylist()
+            if dict(messages[0])["content"] == content:
+                return
+    raise InputError(
+        f"--append-message cannot add an answer to column {column.name!r}, whose type is {column.type}; write JSONL "
+        "instead of Parquet"
+    )
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether every value in it is one of JSON's."""
+    if kind.num_fields:
+        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_boolean,
+             pa.types.is_integer, pa.types.is_floating, pa.types.is_null)  # fmt: skip
+    return any(test(kind.value_type if pa.types.is_dictionary(kind) else kind) for test in tests)
 
 
 def restore_encoder(config: OutputConfig, sources: list[Source], description: dict[str, Any]) -> Encoder:
@@ -226,7 +252,7 @@ def declare_columns(rows: list[dict[str, Any]], keep: tuple[str, ...] | None) ->
             f"the input has a column {EXTRA!r}, which Parquet output needs; rename it, or leave it out with --keep"
         )
     fields = []
-    for name in names if keep is None else [name for name in keep if name in names]:
+    for name in names if keep is None else keep:
         kind = _common_type([row[name] for row in rows if row.get(name) is not None])
         if kind is not None:
             fields.append(pa.field(name, kind))

@@ -20,7 +20,6 @@ class RecordFormat:
     Attributes:
         config: the output's settings.
         model: its name, for records that tell it.
-        messages_column: where `append_message` adds the answer.
         continues_message: the answer continues the last message instead of being one of its own.
         is_table: the output has columns of fixed types: Batch lines are answered in them too, and rows may not have
             more samples than the run.
@@ -30,7 +29,6 @@ class RecordFormat:
 
     config: OutputConfig
     model: str = ""
-    messages_column: str = "messages"
     continues_message: bool = False
     is_table: bool = False
     num_samples: int = 1
@@ -55,25 +53,29 @@ class RecordFormat:
     def _carried(self, row: Row, outcome: Completion | RowError) -> dict[str, Any]:
         """The input's columns that are kept; every record has the same ones."""
         carried: dict[str, Any] = {}
+        config = self.config
         if self.carries_columns:
-            keep = self.config.keep
-            carried = dict(row.columns) if keep is None else {name: row.columns.get(name) for name in keep}
-        messages = row.columns.get(self.messages_column)
-        if self.config.append_message and isinstance(messages, list):
-            if isinstance(outcome, Completion):
-                carried[self.messages_column] = self._with_answer(messages, outcome.samples[0].text)
-            elif self.carries_columns:
-                carried[self.messages_column] = messages
+            names = config.carried
+            carried = dict(row.columns) if names is None else {name: row.columns.get(name) for name in names}
+        messages: Any = row.columns.get(config.messages_column)
+        if config.append_message and isinstance(outcome, Completion) and _is_chat(messages):
+            carried[config.messages_column] = self._with_answer(messages, outcome.samples[0].text)
         return carried
 
     def _with_answer(self, messages: list[Any], text: str) -> list[Any]:
-        if self.continues_message and messages and isinstance(messages[-1].get("content"), str):
-            return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
-        return [*messages, {"role": "assistant", "content": text}]
+        """The chat with the answer, whose content has the form that the chat's own has: text, or parts."""
+        *before, last = messages
+        content = last.get("content")
+        if self.continues_message:
+            return [*before, {**last, "content": _extended(content, text)}]
+        answer: Any = text
+        if isinstance(content, list):
+            answer = [text] if content and isinstance(content[0], str) else [{"type": "text", "text": text}]
+        return [*messages, {"role": "assistant", "content": answer}]
 
     def _results(self, row: Row, outcome: Completion | RowError) -> dict[str, Any]:
         """Always the same keys, so that every record of a file has the same shape."""
-        config = self.config
+        config, listed = self.config, self.is_table and self.num_samples > 1
         if isinstance(outcome, RowError):
             fields: dict[str, Any] = {
                 "completion": None,
@@ -85,8 +87,8 @@ class RecordFormat:
         else:
             samples = outcome.samples
             fields = {
-                "completion": _one_or_list([sample.text for sample in samples]),
-                "finish_reason": _one_or_list([sample.finish_reason for sample in samples]),
+                "completion": _one_or_list([sample.text for sample in samples], listed=listed),
+                "finish_reason": _one_or_list([sample.finish_reason for sample in samples], listed=listed),
                 "usage": {
                     "prompt_tokens": outcome.num_prompt_tokens,
                     "completion_tokens": outcome.num_completion_tokens,
@@ -95,7 +97,7 @@ class RecordFormat:
                 "error": None,
             }
         if config.token_ids:
-            fields["token_ids"] = _one_or_list([sample.token_ids for sample in samples])
+            fields["token_ids"] = _one_or_list([sample.token_ids for sample in samples], listed=listed)
         if config.source:
             file, _, line = row.place.rpartition(" ")
             fields["source"] = {"file": file.removesuffix(" line").removesuffix(" row"), "line": int(line)}
@@ -104,6 +106,23 @@ class RecordFormat:
         return fields
 
 
-def _one_or_list(values: list[Any]) -> Any:
-    """What a row of one sample holds plain, a row of several holds as a list; null when there is none."""
-    return values[0] if len(values) == 1 else values or None
+def _is_chat(value: Any) -> bool:
+    """Whether an answer can be added; the prompt may have come from a template over other columns."""
+    return isinstance(value, list) and bool(value) and isinstance(value[-1], dict)
+
+
+def _extended(content: Any, text: str) -> Any:
+    """A message's content that goes on with this text."""
+    if not isinstance(content, list) or not content:
+        return f"{content or ''}{text}"
+    *before, last = content
+    if isinstance(last, str):
+        return [*before, last + text]
+    if isinstance(last, dict) and isinstance(last.get("text"), str):
+        return [*before, {**last, "text": last["text"] + text}]
+    return [*content, {"type": "text", "text": text}]
+
+
+def _one_or_list(values: list[Any], *, listed: bool) -> Any:
+    """What a row of one sample holds plain (unless all are `listed`), a row of several as a list; null for none."""
+    return values[0] if len(values) == 1 and not listed else values or None

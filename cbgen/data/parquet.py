@@ -48,7 +48,7 @@ def read_parquet(source: Source, num_skipped: int) -> Iterator[tuple[int, Column
         fetching = _open(stack, source, pre_buffer=True) if source.is_remote else plain
         number, groups = _skip_row_groups(plain.metadata, num_skipped)
         # Arrow cannot join dictionaries of several row groups inside of lists and structs.
-        together = 1 if any(_has_inner_dictionary(column.type) for column in plain.schema_arrow) else len(groups)
+        together = 1 if any(has_inner_dictionary(column.type) for column in plain.schema_arrow) else len(groups)
         for run in _runs(plain.metadata, groups, together):
             file = fetching if run.num_bytes <= _COALESCED_BYTES else plain
             for batch in file.iter_batches(run.batch_rows, row_groups=run.groups):
@@ -96,9 +96,10 @@ def _runs(metadata: Any, groups: list[int], most: int) -> Iterator[_Run]:
         yield run
 
 
-def _has_inner_dictionary(kind: pa.DataType) -> bool:
+def has_inner_dictionary(kind: pa.DataType) -> bool:
+    """Whether a dictionary lies inside of a list, struct or map."""
     inner = [kind.field(number).type for number in range(kind.num_fields)]
-    return any(pa.types.is_dictionary(item) or _has_inner_dictionary(item) for item in inner)
+    return any(pa.types.is_dictionary(item) or has_inner_dictionary(item) for item in inner)
 
 
 def _fitting_rows(info: Any, chunks: list[Any]) -> int:
