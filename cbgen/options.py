@@ -14,13 +14,24 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from cbgen.config import ErrorAllowance
 from cbgen.errors import UsageError
+
+if TYPE_CHECKING:
+    from click import ParamType as _ParamType
+else:
+
+    class _ParamType(click.ParamType):
+        """Older versions of click have no type parameter."""
+
+        def __class_getitem__(cls, _: Any) -> type:
+            return cls
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -34,7 +45,7 @@ _brief.maxstring = _brief.maxother = 60
 # -- types ------------------------------------------------------------------------------------------------------------
 
 
-class Size(click.ParamType[int]):
+class Size(_ParamType[int]):
     """Bytes: a number, or one with K, M, G or T behind it (powers of 1024)."""
 
     name = "size"
@@ -48,7 +59,7 @@ class Size(click.ParamType[int]):
             self.fail(f"{value!r} is not a size; write something like 512M or 2G", param, ctx)
 
 
-class Duration(click.ParamType[float]):
+class Duration(_ParamType[float]):
     """Seconds: a number, or one with s, m, h or d behind it. At least `minimum`, and never without end."""
 
     name = "seconds"
@@ -70,7 +81,7 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
-class Allowance(click.ParamType[ErrorAllowance]):
+class Allowance(_ParamType[ErrorAllowance]):
     """A count of rows, or a fraction of them."""
 
     name = "allowance"
@@ -85,7 +96,7 @@ class Allowance(click.ParamType[ErrorAllowance]):
             self.fail(str(error), param, ctx)
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
+class JsonObject(_ParamType[dict[str, Any]]):
     """A JSON object; a config file may hold it as a mapping."""
 
     name = "json"

@@ -22,6 +22,7 @@ from cbgen.errors import RefusedError
 from cbgen.records import Position, Row
 
 _COMMIT_SECONDS = 1.0
+_COMMIT_ROWS = 20_000  # rows that wait for a commit are in memory, by a few hundred bytes each
 _MAX_COMMIT_SHARE = 0.05  # of wall time; a slow filesystem commits less often instead of stalling the engine
 _APPEND_BYTES = 4 << 20
 
@@ -97,7 +98,7 @@ class OrderedWriter:
     def tick(self) -> None:
         """Flush, and commit when it is time to; called once a step."""
         self.flush()
-        if self._uncommitted and time.monotonic() >= self._next_commit:
+        if self._uncommitted and (time.monotonic() >= self._next_commit or self._uncommitted >= _COMMIT_ROWS):
             self.commit()
             self._next_commit = time.monotonic() + max(_COMMIT_SECONDS, self._waited / _MAX_COMMIT_SHARE)
 
