@@ -7,17 +7,19 @@ there and says why.
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from cbgen.data.prompts import PromptBuilder
+from cbgen.errors import CbgenError
 from cbgen.records import Prompt, Row
 
 Item = Prompt | Row
 _BATCH_ROWS = 64
+_BATCH_BYTES = 4 << 20  # of text in the rows
 _FIRST_BATCH_ROWS = 8  # the engine starts on these while the next ones are tokenized
 _MAX_BATCHES = 4
 _POLL_SECONDS = 0.1
@@ -53,10 +55,13 @@ class PromptFeed:
             wait: wait a moment for the thread if nothing is ready.
         """
         if not self._ready and not self.exhausted:
+            lives = self._thread.is_alive()  # asked first: what it put before it died is still taken
             try:
-                batch = self._batches.get(timeout=_POLL_SECONDS) if wait else self._batches.get_nowait()
+                batch = self._batches.get(timeout=_POLL_SECONDS) if wait and lives else self._batches.get_nowait()
             except queue.Empty:
-                return None
+                if lives:
+                    return None
+                batch = CbgenError("the thread that reads prompts died; the same command continues")
             if isinstance(batch, list):
                 self._ready.extend(batch)
             else:
@@ -69,12 +74,15 @@ class PromptFeed:
 
     def _work(self, rows: Iterator[Row], builder: PromptBuilder) -> None:
         try:
-            size = _FIRST_BATCH_ROWS
-            while batch := list(itertools.islice(rows, size)):
+            size, failure = _FIRST_BATCH_ROWS, None
+            while failure is None:
+                batch, failure = _next_rows(rows, size)
+                if not batch:
+                    break
                 if not self._put(builder.build(batch)):
                     return
                 size = _BATCH_ROWS
-            self._put(None)
+            self._put(failure)
         except BaseException as error:  # handed over whole: the main thread decides what it means
             self._put(error)
 
@@ -86,3 +94,30 @@ class PromptFeed:
                 continue
             return True
         return False
+
+
+def _next_rows(rows: Iterator[Row], max_rows: int) -> tuple[list[Row], BaseException | None]:
+    """The next rows, fewer where they are large; and what went wrong after them."""
+    batch: list[Row] = []
+    num_bytes = 0
+    try:
+        for row in rows:
+            batch.append(row)
+            num_bytes += _num_bytes(row.columns)
+            if len(batch) == max_rows or num_bytes >= _BATCH_BYTES:
+                break
+    except BaseException as error:
+        return batch, error
+    return batch, None
+
+
+def _num_bytes(value: Any) -> int:
+    """About what a value takes in memory."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    if isinstance(value, list):
+        # Numbers come in long lists, and a look at each would cost more than it tells.
+        return 8 * len(value) if value and isinstance(value[0], int | float) else sum(map(_num_bytes, value))
+    return 8

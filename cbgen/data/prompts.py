@@ -7,24 +7,44 @@ with the few methods of `Tokenizer`; this module never touches torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cbgen.config import PromptConfig
 from cbgen.data.openai import is_batch_line, parse_request
-from cbgen.errors import RowError, RowFailure, UsageError
-from cbgen.params import SamplingParams, merge_params
+from cbgen.data.templates import check_chat_template, compile_template
+from cbgen.data.token_bounds import TokenBound, find_token_bound
+from cbgen.errors import InputError, RowError, RowFailure, UsageError
+from cbgen.params import SamplingParams, check_vocabulary, merge_params
 from cbgen.records import Prompt, Row
+
+__all__ = ["PromptBuilder", "Tokenizer", "check_first_rows", "check_prompt_config", "clash_message", "compile_template"]
+
+_CALL_CHARACTERS = 1 << 20  # of one call of the tokenizer
+_LONG_TEXT = 1 << 17  # characters, below which tokenizing is quicker than thinking about it
+_TAIL_MARGIN = 4096  # characters in front of a cut text, after which its tokens are those of the whole
+_RESERVED_KWARGS = {
+    "add_generation_prompt": "it is always true, and false with --continue-final-message",
+    "chat_template": "use --chat-template FILE",
+    "continue_final_message": "use the option of that name",
+    **dict.fromkeys(
+        (
+            "conversation", "conversations", "messages", "tokenize", "padding", "truncation", "max_length",
+            "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+        ),
+        "it is no variable of a template but an argument of the call",
+    ),
+}  # fmt: skip
 
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 
+    bos_token: Any
     bos_token_id: int | None
     chat_template: Any
 
@@ -39,7 +59,7 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True)
 class _Draft:
-    """A row on its way: exactly one of `text` and `token_ids` is set."""
+    """A row on its way: exactly one of `text` and `token_ids` is set. `is_cut`: only the needed end of a long text."""
 
     row: Row
     params: SamplingParams
@@ -47,6 +67,7 @@ class _Draft:
     text: str | None = None
     token_ids: list[int] | None = None
     is_chat: bool = False
+    is_cut: bool = False
 
 
 class PromptBuilder:
@@ -82,8 +103,11 @@ class PromptBuilder:
         self._reserved = reserved
         self._template = compile_template(config.template) if config.template is not None else None
         self._adds_bos = _adds_bos(tokenizer)
+        self._bound: TokenBound | None = None
+        self._has_looked_for_bound = False
+        _silence_length_warning(tokenizer)
         try:
-            _check_stop_token_ids(params, vocab_size)
+            check_vocabulary(params, vocab_size)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -125,7 +149,7 @@ class PromptBuilder:
     def _row_params(self, row: Row, overrides: dict[str, Any]) -> SamplingParams:
         try:
             params = merge_params(self._params, overrides)
-            _check_stop_token_ids(params, self._vocab_size)
+            check_vocabulary(params, self._vocab_size)
         except ValueError as error:
             raise RowFailure("invalid_params", f"{row.place}: {error}") from error
         return params
@@ -139,7 +163,7 @@ class PromptBuilder:
         prompt_column = config.prompt_column if native else "prompt"
         if self._template is not None and native:
             try:
-                draft.text = self._template.render(columns)
+                draft.text = self._template.render({name: _readable(value) for name, value in columns.items()})
             except Exception as error:
                 raise RowFailure("template_error", f"{place}: {_first_line(error)}") from error
         elif columns.get(messages_column) is not None:
@@ -157,6 +181,8 @@ class PromptBuilder:
 
     def _take_prompt(self, draft: _Draft, value: Any, column: str) -> None:
         place = draft.row.place
+        if isinstance(value, bytes):
+            value = _decoded(value, column, place)
         if isinstance(value, str):
             draft.text = value
         elif isinstance(value, list) and all(type(item) is int for item in value):
@@ -198,24 +224,47 @@ class PromptBuilder:
 
     def _tokenize(self, drafts: list[_Draft]) -> None:
         """Set `token_ids` of every draft with text, or its row's error. Chats bring their own special tokens."""
+        for draft in drafts:
+            if len(draft.text or "") > _LONG_TEXT:
+                self._shorten(draft, draft.text or "")
         for is_chat in (False, True):
-            group = [draft for draft in drafts if draft.is_chat is is_chat]
-            if not group:
-                continue
-            try:
-                encoded = self._encode([draft.text or "" for draft in group], not is_chat)
-            except Exception:  # one text breaks the whole call: find out which
-                for draft in group:
-                    self._tokenize_alone(draft)
-                continue
-            for draft, token_ids in zip(group, encoded, strict=True):
-                draft.token_ids = token_ids
+            for group in _in_calls(draft for draft in drafts if draft.is_chat is is_chat and draft.row.error is None):
+                try:
+                    encoded = self._encode([draft.text or "" for draft in group], not is_chat)
+                except BaseException as error:  # one text breaks the whole call: find out which
+                    _raise_unless_of_tokenizer(error)
+                    for draft in group:
+                        self._tokenize_alone(draft)
+                    continue
+                for draft, token_ids in zip(group, encoded, strict=True):
+                    draft.token_ids = token_ids
 
     def _tokenize_alone(self, draft: _Draft) -> None:
+        text = draft.text or ""
         try:
-            draft.token_ids = self._encode([draft.text or ""], not draft.is_chat)[0]
-        except Exception as error:
+            draft.token_ids = self._encode([text], not draft.is_chat)[0]
+        except BaseException as error:
+            _raise_unless_of_tokenizer(error)
             draft.row.error = RowError("tokenizer_error", f"{draft.row.place}: {_first_line(error)}")
+
+    def _shorten(self, draft: _Draft, text: str) -> None:
+        """Fail a text that is too long whatever its tokens, or keep the end of it that is sure to be enough."""
+        if not self._has_looked_for_bound:
+            self._has_looked_for_bound, self._bound = True, find_token_bound(self._tokenizer)
+        bound = self._bound
+        if bound is None or bound.fewest_tokens(text) < self._max_model_len:
+            return
+        if self._config.on_too_long == "error":
+            draft.row.error = self._too_long(draft, f"at least {bound.fewest_tokens(text):,}")
+            return
+        kept = self._num_kept(draft.params.max_tokens) * bound.longest + _TAIL_MARGIN
+        if kept < len(text):
+            draft.is_cut, draft.text = True, text[-kept:]
+            if draft.is_chat and self._adds_bos and self._begins_with_bos(text[:_TAIL_MARGIN]):
+                draft.text = f"{self._tokenizer.bos_token}{draft.text}"
+
+    def _begins_with_bos(self, text: str) -> bool:
+        return self._encode([text], add_special_tokens=False)[0][:1] == [self._tokenizer.bos_token_id]
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
@@ -256,36 +305,68 @@ class PromptBuilder:
         if max(token_ids) >= self._vocab_size:
             message = f"{place}: the tokenizer gave id {max(token_ids)}, beyond the model's vocabulary"
             raise RowFailure("token_out_of_range", f"{message} ({self._vocab_size})")
-        limit = self._max_model_len
-        if len(token_ids) >= limit:
+        if draft.is_cut or len(token_ids) >= self._max_model_len:
             if self._config.on_too_long == "error":
-                raise RowFailure(
-                    "prompt_too_long",
-                    f"{place}: the prompt has {len(token_ids)} tokens and the context {limit}; shorten it, or use "
-                    "--on-too-long truncate-left",
-                )
+                error = self._too_long(draft, str(len(token_ids)))
+                raise RowFailure(error.code, error.message)
             token_ids = self._truncate_left(token_ids, draft.params.max_tokens)
         return np.array(token_ids, dtype=np.int32)
 
+    def _too_long(self, draft: _Draft, num_tokens: str) -> RowError:
+        return RowError(
+            "prompt_too_long",
+            f"{draft.row.place}: the prompt has {num_tokens} tokens and the context {self._max_model_len}; shorten it, "
+            "or use --on-too-long truncate-left",
+        )
+
+    def _num_kept(self, max_tokens: int) -> int:
+        return self._max_model_len - min(max_tokens, max(1, self._max_model_len // 2))
+
     def _truncate_left(self, token_ids: list[int], max_tokens: int) -> list[int]:
         """Keep the end, and room for `max_tokens` but at most half the context; a BOS stays in front."""
-        keep = self._max_model_len - min(max_tokens, max(1, self._max_model_len // 2))
+        keep = self._num_kept(max_tokens)
         if self._adds_bos and token_ids[0] == self._tokenizer.bos_token_id and keep > 1:
             return token_ids[:1] + token_ids[len(token_ids) - keep + 1 :]
         return token_ids[len(token_ids) - keep :]
 
 
-def compile_template(text: str) -> jinja2.Template:
-    """A row template: sandboxed, and a column that the row lacks is an error, not an empty string.
+def check_prompt_config(config: PromptConfig) -> None:
+    """Everything about prompts that can be refused without a model.
 
     Raises:
-        UsageError: it does not parse.
+        UsageError: a template does not parse, or a variable for the chat template has a name that is taken.
     """
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"--template does not parse: {error.message} (line {error.lineno})") from error
+    if config.template is not None:
+        compile_template(config.template)
+    if config.chat_template is not None:
+        check_chat_template(config.chat_template)
+    reserved = next((name for name in config.chat_template_kwargs if name in _RESERVED_KWARGS), None)
+    if reserved is not None:
+        raise UsageError(f"--chat-template-kwargs cannot set {reserved!r}: {_RESERVED_KWARGS[reserved]}")
+
+
+def check_first_rows(rows: list[Row], config: PromptConfig) -> None:
+    """Refuse an input in whose first rows there is nothing to make a prompt of.
+
+    Args:
+        rows: the first ones; broken ones among them do not count.
+        config: which columns a prompt is taken from.
+
+    Raises:
+        InputError: no row has one of the columns; the message lists those that there are.
+    """
+    rows = [row for row in rows if row.error is None]
+    wanted = (config.messages_column, config.prompt_column)
+    if not rows or config.template is not None:
+        return
+    if any(is_batch_line(row.columns) or any(name in row.columns for name in wanted) for row in rows):
+        return
+    present = ", ".join(map(repr, dict.fromkeys(name for row in rows for name in row.columns))) or "none"
+    raise InputError(
+        f"{rows[0].place}: no column {config.prompt_column!r} or {config.messages_column!r} in the first {len(rows)} "
+        f"rows (columns present: {present}); name the column with --prompt-column or --messages-column, or write a "
+        "--template"
+    )
 
 
 def clash_message(column: str) -> str:
@@ -325,6 +406,7 @@ def check_messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
 
 
 def _content_text(content: Any, number: int, fail: Any) -> str:
+    content = _readable(content)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -339,11 +421,11 @@ def _content_text(content: Any, number: int, fail: Any) -> str:
     return "\n".join(texts)
 
 
-def _check_stop_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    if any(token_id >= vocab_size for token_id in params.stop_token_ids):
-        raise ValueError(
-            f"stop token id {max(params.stop_token_ids)} is outside the vocabulary (0 to {vocab_size - 1})"
-        )
+def _silence_length_warning(tokenizer: Any) -> None:
+    """Prompts of any length are checked here; transformers' own warning would only alarm."""
+    warned = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(warned, dict):
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:
@@ -352,6 +434,43 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
     return bos is not None and tokenizer(["a"], add_special_tokens=True)["input_ids"][0][:1] == [bos]
 
 
-def _first_line(error: Exception) -> str:
+def _in_calls(drafts: Iterable[_Draft]) -> Iterator[list[_Draft]]:
+    """Groups of about as much text as one call should get."""
+    group: list[_Draft] = []
+    size = 0
+    for draft in drafts:
+        length = len(draft.text or "")
+        if group and size + length > _CALL_CHARACTERS:
+            yield group
+            group, size = [], 0
+        group.append(draft)
+        size += length
+    if group:
+        yield group
+
+
+def _raise_unless_of_tokenizer(error: BaseException) -> None:
+    """Panics of Rust code are no `Exception`s."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def _decoded(value: bytes, column: str, place: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{place}: {column!r} holds bytes that are not valid UTF-8 (at byte {error.start + 1})"
+        raise RowFailure("invalid_utf8", message) from error
+
+
+def _readable(value: Any) -> Any:
+    """Bytes that are text, as text: some writers of Parquet mark no column as text."""
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
+
+
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
