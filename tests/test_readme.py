@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cbgen import errors
-from cbgen.cli import main
+from cbgen.cli import cli, main
 from cbgen.records import EngineStats, Tally
 from cbgen.report.metrics import RunSummary, Timings, summarize
 
@@ -44,6 +45,18 @@ def test_every_summary_field_is_documented():
     section = README.split("## The summary, for scripts")[1].split("\n## ")[0]
     documented = set(re.findall(r"`(\w+)`", section))
     assert {*summary, *summary["step_seconds"]} <= documented
+
+
+def test_the_recipe_for_ci_is_valid_and_its_commands_are_understood(tmp_path):
+    recipe = yaml.safe_load(re.search(r"```yaml\n(jobs:.*?)```", README, re.DOTALL)[1])
+    commands = [step["run"].split() for step in recipe["jobs"]["generate"]["steps"] if "run" in step]
+    assert commands[0] == ["make", "setup"]
+    names = set()
+    for program, name, *arguments in commands[1:]:
+        assert program == ".venv/bin/cbgen"
+        cli.commands[name].make_context(name, arguments)
+        names.add(name)
+    assert names == {"run", "doctor"}
 
 
 def test_the_simulator_prints_what_the_readme_shows(capsys):
