@@ -21,7 +21,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import orjson
@@ -29,7 +29,7 @@ import orjson
 from cbgen.config import OutputConfig
 from cbgen.data import files
 from cbgen.data.encoders import CODECS, Encoder, JsonlEncoder
-from cbgen.data.places import Place, move, split_path, sync_directory
+from cbgen.data.places import Place, move, split_path, sync_directory, sync_file
 from cbgen.data.state import State
 from cbgen.data.tape import Codec, Mark, Tape, checksum, is_intact, last_intact_mark, read_lines, size_without_zeros
 from cbgen.errors import CbgenError, RefusedError, UsageError
@@ -212,13 +212,16 @@ class Output(ABC):
 
     def end_swap(self, state: State, commit: Callable[[State], None]) -> State:
         """Put the successor that a state announces in the tape's place, unless that has happened already."""
-        if self.swap_path.exists():
-            os.replace(self.swap_path, self.tape.path)
-            sync_directory(self.tape.path.parent)
+        self._put_successor()
         self.marks.unlink(missing_ok=True)
         state = replace(state, swap=False)
         commit(state)
         return state
+
+    def _put_successor(self) -> None:
+        if self.swap_path.exists():
+            os.replace(self.swap_path, self.tape.path)
+            sync_directory(self.tape.path.parent)
 
     def verify(self, state: State) -> None:
         """Compare everything with what was committed.
@@ -322,9 +325,10 @@ class Published:
 class _StagedOutput(Output):
     """Common to outputs whose tape stands in the sidecar directory and becomes files later."""
 
-    def __init__(self, config: OutputConfig, directory: Path, codec: Codec | None = None) -> None:
+    def __init__(self, config: OutputConfig, root: Place, directory: Path, codec: Codec | None = None) -> None:
         super().__init__(config, directory, Tape(directory / "rows.jsonl", codec, directory / "marks"))
         self.form = config.resolved_format
+        self.root = root
         self.published: dict[str, list[Published]] = {}
 
     def open(self, state: State) -> None:
@@ -339,7 +343,7 @@ class _StagedOutput(Output):
         noted = self.published.get(name)
         return noted is not None and (noted[-1].rows, noted[-1].size) == (rows, sizes.get(name))
 
-    def _is_known(self, name: str, size: int | None) -> bool:
+    def _is_known(self, name: str, size: int) -> bool:
         """Whether a file is one of ours, as far as its size tells; nothing is known of one that was never noted.
 
         A crash between note and publication leaves the one before the last.
@@ -357,10 +361,23 @@ class _StagedOutput(Output):
                 raise edited(f"{files.redact(root.root)}: {name}")
 
     def _note(self, name: str, rows: int, local: Path) -> None:
-        """Remember what is about to be published, for `verify` and for a later run."""
+        """Remember what is about to be published, for `verify` and for a later run. What is in place until then always
+        is the note before it, however many publications a crash has prevented since.
+        """
+        in_place = self._in_place(name)
+        if in_place is not None and in_place != self.published[name][-1]:
+            self._write_note(name, in_place)
         size = local.stat().st_size
-        published = Published(rows, size, checksum(local, size))
-        record = {"name": name, "rows": rows, "size": size, "crc": published.crc}
+        self._write_note(name, Published(rows, size, checksum(local, size)))
+
+    def _in_place(self, name: str) -> Published | None:
+        """The note of the file that is there now, judged by its size."""
+        noted = self.published.get(name)
+        size = self.root.sizes().get(name) if noted else None
+        return next((entry for entry in reversed(noted or ()) if entry.size == size), None)
+
+    def _write_note(self, name: str, published: Published) -> None:
+        record = {"name": name, **asdict(published)}
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(log, b"\n" + orjson.dumps(record) + b"\n")  # the one before may be torn
@@ -388,9 +405,9 @@ class PartsOutput(_StagedOutput):
     """A directory of parts: part k holds rows k*S .. (k+1)*S - 1 and is never changed once it is full."""
 
     def __init__(self, config: OutputConfig) -> None:
-        self.root = Place(config.path)
-        default = Path(split_path(config.path)[1] + ".cbgen") if self.root.is_remote else Path(config.path) / "_cbgen"
-        super().__init__(config, Path(config.state_dir) if config.state_dir else default)
+        root = Place(config.path)
+        default = Path(split_path(config.path)[1] + ".cbgen") if root.is_remote else Path(config.path) / "_cbgen"
+        super().__init__(config, root, Path(config.state_dir) if config.state_dir else default)
         self.rows_per_part = config.rows_per_part
 
     def part_name(self, base_rows: int) -> str:
@@ -434,7 +451,7 @@ class PartsOutput(_StagedOutput):
         sizes = self.root.sizes() if state.rows else {}
         for base_rows in range(0, state.base_rows, self.config.rows_per_part):
             name = self.part_name(base_rows)
-            if not self._is_known(name, sizes.get(name)):
+            if name not in sizes or not self._is_known(name, sizes[name]):
                 what = "is gone from" if name not in sizes else "was changed in"
                 raise RefusedError(
                     f"{name} {what} {self.path} since it was written; put it back, choose another -o, or start anew "
@@ -446,7 +463,8 @@ class PartsOutput(_StagedOutput):
 
     def _with_tape_restored(self, state: State) -> State:
         """The last, unfinished part holds the rows of a tape that stayed on another machine."""
-        mark = _write_tape(self.tape.path, None, self._part_lines(state.base_rows))
+        lines = itertools.islice(self._part_lines(state.base_rows), state.rows - state.base_rows)
+        mark = _write_tape(self.tape.path, None, lines)
         state = replace(state, rows=state.base_rows + mark.rows, num_bytes=mark.num_bytes, crc=mark.crc)
         return replace(state, mtime_ns=mark.mtime_ns)
 
@@ -476,25 +494,42 @@ class PartsOutput(_StagedOutput):
             yield from self.encoder.decode(base_rows, local)
 
     def rewrite(self, state: State, lines: Mapping[int, bytes], commit: Callable[[State], None]) -> State:
-        """Publish each part with replaced rows anew, under its old name; then the tape."""
-        size = self.config.rows_per_part
-        for base_rows in sorted({index // size * size for index in lines if index < state.base_rows}):
-            old = self._part_lines(base_rows)
-            self._publish(base_rows, list(_replaced(old, lines, base_rows)), size)
-        on_tape = {index - state.base_rows: line for index, line in lines.items() if index >= state.base_rows}
-        if not on_tape:
-            return state
-        mark = _write_tape(
-            self.swap_path, None, _replaced(read_lines(self.tape.path, None, state.rows - state.base_rows), on_tape)
-        )
-        new = replace(state, num_bytes=mark.num_bytes, crc=mark.crc, mtime_ns=mark.mtime_ns, swap=True)
+        """Make every part with replaced rows anew, and the tape; with one commit all of them count."""
+        for left in (self.swap_path, *self._rewritten()):
+            left.unlink(missing_ok=True)
+        size, sizes = self.config.rows_per_part, self.root.sizes()
+        for base_rows in sorted({index // size * size for index in lines}):
+            name = self.part_name(base_rows)
+            if name in sizes:
+                path = self.directory / f".{name}.new"
+                self.encoder.encode(base_rows, _replaced(self._known_lines(state, base_rows), lines, base_rows), path)
+                sync_file(path)
+        new = replace(state, swap=True)
+        if any(index >= state.base_rows for index in lines):
+            on_tape = _replaced(self._known_lines(state, state.base_rows), lines, state.base_rows)
+            mark = _write_tape(self.swap_path, None, on_tape)
+            new = replace(new, num_bytes=mark.num_bytes, crc=mark.crc, mtime_ns=mark.mtime_ns)
         commit(new)
-        new = self.end_swap(new, commit)
-        name = self.part_name(state.base_rows)
-        if name in self._read_published():
-            self.tape.mark = new.mark
-            self._publish(state.base_rows, self._tape_lines(), new.mark.rows)
-        return new
+        return self.end_swap(new, commit)
+
+    def _known_lines(self, state: State, base_rows: int) -> Iterator[bytes]:
+        """The committed lines of one part, from its file or from the tape."""
+        if base_rows < state.base_rows:
+            return self._part_lines(base_rows)
+        return read_lines(self.tape.path, None, state.rows - state.base_rows)
+
+    def _rewritten(self) -> list[Path]:
+        """Parts that `rewrite` made, and that are not yet in place."""
+        return sorted(self.directory.glob(".part-*.new"))
+
+    def end_swap(self, state: State, commit: Callable[[State], None]) -> State:
+        self.published = self._read_published()
+        for path in self._rewritten():
+            name = path.name.removeprefix(".").removesuffix(".new")
+            base_rows = int(name.removeprefix("part-").partition(".")[0]) * self.config.rows_per_part
+            self._note(name, min(self.config.rows_per_part, state.rows - base_rows), path)
+            self.root.put(path, name)
+        return super().end_swap(state, commit)
 
     def verify(self, state: State) -> None:
         super().verify(state)
@@ -511,11 +546,11 @@ class FileOutput(_StagedOutput):
 
     def __init__(self, config: OutputConfig) -> None:
         parent, name = split_path(config.path)
-        self.root = Place(parent)
+        root = Place(parent)
         self.name = name
-        default = Path(name + ".cbgen") if self.root.is_remote else Path(parent) / f"{name}.cbgen"
+        default = Path(name + ".cbgen") if root.is_remote else Path(parent) / f"{name}.cbgen"
         codec = CODECS[config.resolved_format]
-        super().__init__(config, Path(config.state_dir) if config.state_dir else default, codec)
+        super().__init__(config, root, Path(config.state_dir) if config.state_dir else default, codec)
         self.rows_per_part = config.rows_per_part if self.form == "parquet" else None
 
     def holds_something(self) -> bool:
@@ -530,10 +565,17 @@ class FileOutput(_StagedOutput):
 
     def repair(self, state: State, is_whole: IsWhole) -> State:
         self.published, sizes = self._read_published(), self.root.sizes()
-        if self._first_held(state.base_rows) and self.name not in sizes:
+        first = self._first_held(state.base_rows)
+        if first and self.name not in sizes:
             return State()  # its rows were nowhere else
         if self.name in sizes and not self._is_known(self.name, sizes[self.name]):
             raise edited(self.path)
+        noted = self.published.get(self.name)
+        if noted and first > max(published.rows for published in noted):
+            raise RefusedError(
+                f"a file sealed-*.parquet with rows before {first:,} is gone from {self.directory}; put it back, or "
+                "start anew with --overwrite (the old file is kept as a backup)"
+            )
         return super().repair(state, is_whole)
 
     def _sealed(self) -> dict[int, tuple[int, Path]]:
@@ -605,10 +647,13 @@ class FileOutput(_StagedOutput):
 
     def end_swap(self, state: State, commit: Callable[[State], None]) -> State:
         """After `rewrite` all rows are on one tape, and the file is made anew from it."""
-        state = super().end_swap(state, commit)
-        self._drop_sealed()
-        self._log.unlink(missing_ok=True)
-        return state
+        self._put_successor()
+        self._drop_sealed()  # while the state still announces the swap: later, a new piece may end where an old one did
+        self.published = self._read_published()
+        in_place = self._in_place(self.name)
+        if in_place is not None:
+            self._write_note(self.name, replace(in_place, rows=0))  # known, but not what the rows are now
+        return super().end_swap(state, commit)
 
     def verify(self, state: State) -> None:
         super().verify(state)

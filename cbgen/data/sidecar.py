@@ -164,7 +164,10 @@ class Sidecar:
             return State()  # stopped right after run.json was written
         with self._whole_file("state.json") as data:
             state = State.from_json(data)
-        return self.output.end_swap(state, self.write_state) if state.swap else state
+        if state.swap:
+            with named_disk_errors(self.output):
+                state = self.output.end_swap(state, self.write_state)
+        return state
 
     @contextlib.contextmanager
     def _whole_file(self, name: str) -> Iterator[bytes]:
