@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from cbgen.data import files
 from cbgen.data.expand import STDIN, NamedFile, expand_inputs
-from cbgen.data.mistakes import SNIFF_BYTES, check_head, is_plain_row
+from cbgen.data.mistakes import SNIFF_BYTES, check_head, decompressed_head, is_plain_row
 from cbgen.data.streams import OnceOnly, Spooled
 from cbgen.errors import InputError
 
@@ -203,6 +203,8 @@ def _classified(source: Source, head: bytes) -> Source:
     if kind == "jsonl":
         check_head(source.shown, head, len(head) < SNIFF_BYTES)
         return replace(source, kind=kind, length=None if source.is_stream else source.size)
+    text, is_whole_file = decompressed_head(head, kind)
+    check_head(source.shown, text, is_whole_file)
     return replace(source, kind=kind)
 
 
