@@ -41,9 +41,8 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """What it said last, without the program's name."""
-        lines = [line for line in self.stderr.splitlines() if line.startswith("cbgen: ")]
-        return lines[-1].removeprefix("cbgen: ") if lines else ""
+        """What it complained of, without the program's name."""
+        return self.stderr.rpartition("cbgen: ")[2].strip() if "cbgen: " in self.stderr else ""
 
 
 def answer(prompt_token_ids: Any, sample: int) -> tuple[list[int], str]:

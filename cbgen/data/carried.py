@@ -134,4 +134,26 @@ def writable(kind: pa.DataType) -> pa.DataType:
         return pa.list_(writable(kind.value_type))
     if pa.types.is_null(kind):
         return pa.string()
+    return _without_views(kind) if kind.num_fields else kind
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """The type with plain text and bytes inside of its lists, structs and maps: Arrow cannot write views there."""
+    inner = [kind.field(number) for number in range(kind.num_fields)]
+    plain = [field.with_type(_without_views(field.type)) for field in inner]
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind):
+        return pa.list_(plain[0])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(plain[0])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(plain[0], kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct(plain)
+    if pa.types.is_map(kind):
+        key, item = (_without_views(found) for found in (kind.key_type, kind.item_type))
+        return pa.map_(kind.key_field.with_type(key), kind.item_field.with_type(item), kind.keys_sorted)
     return kind

@@ -247,7 +247,7 @@ def declare_columns(rows: list[dict[str, Any]], keep: tuple[str, ...] | None) ->
         InputError: a column has the name that the extras need.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    if EXTRA in names:
+    if EXTRA in (names if keep is None else keep):
         raise InputError(
             f"the input has a column {EXTRA!r}, which Parquet output needs; rename it, or leave it out with --keep"
         )

@@ -99,8 +99,8 @@ class RecordFormat:
         if config.token_ids:
             fields["token_ids"] = _one_or_list([sample.token_ids for sample in samples], listed=listed)
         if config.source:
-            file, _, line = row.place.rpartition(" ")
-            fields["source"] = {"file": file.removesuffix(" line").removesuffix(" row"), "line": int(line)}
+            file, _, line = row.place.rsplit(" ", 2)
+            fields["source"] = {"file": file, "line": int(line)}
         if config.result_prefix:
             fields = {config.field(name): value for name, value in fields.items()}
         return fields
