@@ -606,6 +606,9 @@ def parquet_bytes():
 PARQUET = parquet_bytes()
 
 FOUND = {
+    "a column nested deeper than a schema of Parquet may be": Example(
+        [line_file(b'{"prompt": "a", "x": ' + b"[" * 120 + b"]" * 120 + b"}")], {}, {}, form="out.parquet"
+    ),
     "a result field to keep from an input that has no such column": Example(
         [line_file(b'{"prompt": "a"}')], {"keep": ("error",)}, {}, form="out.parquet"
     ),
