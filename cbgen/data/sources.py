@@ -24,6 +24,7 @@ from cbgen.errors import InputError
 
 Kind = Literal["jsonl", "gzip", "zstd", "parquet"]
 _MAGIC: dict[bytes, Kind] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_MAGIC |= {bytes([0x50 + number]) + b"\x2a\x4d\x18": "zstd" for number in range(16)}  # a frame to be skipped
 _MAGIC_BYTES = 4
 
 
@@ -197,7 +198,7 @@ def _tells_what_it_is(head: bytes) -> bool:
 
 
 def _classified(source: Source, head: bytes) -> Source:
-    kind: Kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "jsonl")
+    kind = _kind(head)
     if kind == "parquet":
         return replace(source, kind=kind, length=_num_parquet_rows(source))
     if kind == "jsonl":
@@ -206,6 +207,14 @@ def _classified(source: Source, head: bytes) -> Source:
     text, is_whole_file = decompressed_head(head, kind)
     check_head(source.shown, text, is_whole_file)
     return replace(source, kind=kind)
+
+
+def _kind(head: bytes) -> Kind:
+    for magic, kind in _MAGIC.items():
+        # A compressed file may be cut within its first bytes, which are no text.
+        if head.startswith(magic) or (magic.startswith(head) and head.strip(b"(PQRSTUVWXYZ[\\]^_AR")):
+            return kind
+    return "jsonl"
 
 
 def _num_parquet_rows(source: Source) -> int:

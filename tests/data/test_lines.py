@@ -3,11 +3,15 @@
 import base64
 import datetime
 import decimal
+import itertools
 import json
 import math
 import random
+import zlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cbgen.data.lines import BYTE_ORDER_MARK, Line, dumps, loads, split_lines
 
@@ -79,6 +83,30 @@ def test_splitting_from_the_end_of_any_row_gives_the_rest_identically(seed: int)
     for k, line in enumerate(lines):
         rest = split_lines(cut(data[line.end :], random.Random(seed)), line.end, line.number)
         assert list(rest) == lines[k + 1 :]
+
+
+@given(st.lists(st.one_of(st.binary(max_size=8), st.sampled_from(_PIECES)), max_size=30).map(b"".join), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_in_any_blocks_are_split_like_the_naive_twin(data: bytes, draw: st.DataObject) -> None:
+    cuts = sorted(draw.draw(st.lists(st.integers(0, len(data)), max_size=8)))
+    blocks = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
+
+    assert list(split_lines(blocks)) == naive_lines(data)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_lines_past_the_limit_are_dropped_however_the_blocks_are_cut(seed: int) -> None:
+    data = random_bytes(seed).removeprefix(BYTE_ORDER_MARK)
+    limit = 6
+    expected = []
+    for line in naive_lines(data):
+        raw = data[: line.end].removesuffix(b"\n") if line.terminated else data[: line.end]
+        raw = raw[raw.rfind(b"\n") + 1 :]
+        too_long = Line(b"", line.number, line.end, line.terminated, len(raw), zlib.crc32(raw))
+        expected.append(too_long if len(raw) > limit else line)
+
+    assert list(split_lines(cut(data, random.Random(seed)), max_bytes=limit)) == expected
+    assert list(split_lines([data], max_bytes=limit)) == expected
 
 
 def test_crlf_belongs_to_the_line_end() -> None:

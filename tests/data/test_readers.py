@@ -18,7 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from cbgen.data.lines import MAX_LINE_BYTES
 from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
 from cbgen.errors import InputError
 from cbgen.records import Position, Row
@@ -52,6 +55,28 @@ def prompts(rows: list[Row]) -> list[Any]:
 
 def expected(count: int) -> list[str]:
     return [f"row {number}" for number in range(count)]
+
+
+def parquet_bytes(count: int) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"prompt": [f"row {number}" for number in range(count)]}), buffer, row_group_size=20)
+    return buffer.getvalue()
+
+
+_WHOLE_FILES = {"gz": gzip.compress(jsonl(0, 100)), "zst": zstd(jsonl(0, 100)), "parquet": parquet_bytes(100)}
+_PIECES = [
+    b"\n",
+    b"\r\n",
+    b" ",
+    b"{}",
+    b'{"prompt": "a"}',
+    b"[1]",
+    b"null",
+    b"\xef\xbb\xbf",
+    b"PAR1",
+    b"\x1f\x8b",
+    b"\0",
+]
 
 
 def put_on_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -275,6 +300,100 @@ def test_torn_compressed_file_is_an_input_error_not_a_short_input(tmp_path: Path
 
     with pytest.raises(InputError, match=r"in: cannot be read past row \d+"):
         read(path)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_every_cut_of_a_compressed_file_is_noticed(tmp_path: Path, compress: Any) -> None:
+    whole = compress(jsonl(0, 20)) + compress(jsonl(20, 20))
+    seam = len(compress(jsonl(0, 20)))
+
+    unnoticed = []
+    for size in range(2, len(whole)):
+        with contextlib.suppress(InputError):
+            read(write(tmp_path / "in", whole[:size]))
+            unnoticed.append(size)
+
+    assert unnoticed == [seam]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+@pytest.mark.parametrize(
+    "tail", [b"x", b"\n", b"garbage", bytes(1), bytes(100), bytes(100_000), b"\x1f\x8b", b"\x28\xb5\x2f\xfd"]
+)
+def test_anything_behind_a_compressed_file_is_noticed(tmp_path: Path, compress: Any, tail: bytes) -> None:
+    with pytest.raises(InputError, match="cannot be read past row"):
+        read(write(tmp_path / "in", compress(jsonl(0, 2000)) + tail))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_compressed_file_whose_end_is_zero_bytes_is_noticed(tmp_path: Path, compress: Any) -> None:
+    whole = compress(jsonl(0, 2000))
+
+    with pytest.raises(InputError, match="cannot be read past row"):
+        read(write(tmp_path / "in", whole[: len(whole) // 2].ljust(len(whole), b"\0")))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_empty_members_are_no_end(tmp_path: Path, compress: Any) -> None:
+    empty = compress(b"")
+
+    assert read(write(tmp_path / "a", empty)) == []
+    data = empty + compress(jsonl(0, 3)) + empty + empty + compress(jsonl(3, 3)) + empty
+    assert prompts(read(write(tmp_path / "b", data))) == expected(6)
+
+
+def test_zstd_frames_to_be_skipped_are_skipped(tmp_path: Path) -> None:
+    skipped = b"\x5a\x2a\x4d\x18\x04\0\0\0abcd"
+
+    assert prompts(read(write(tmp_path / "in", skipped + zstd(jsonl(0, 3)) + skipped))) == expected(3)
+
+
+def test_line_that_is_too_long_is_an_error_row_and_its_bytes_are_not_kept(tmp_path: Path) -> None:
+    long = b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}\n'
+    path = write(tmp_path / "in.jsonl", jsonl(0, 1) + long + jsonl(1, 1))
+
+    first, second, third = read(path)
+
+    assert (first.columns["prompt"], third.columns["prompt"]) == ("row 0", "row 1")
+    assert second.error is not None
+    assert second.error.code == "line_too_long"
+    assert second.error.message == f"in.jsonl line 2: the line has {len(long) - 1:,} bytes, more than 64 MiB"
+    assert second.columns == {}
+    assert second.checksum == zlib.crc32(long[:-1])
+    assert read(path, start=second.next_position, first_index=2) == [third]
+
+
+@given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(_PIECES)), max_size=30).map(b"".join))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_give_one_row_per_line_that_is_not_blank(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        try:
+            rows = read(file.name)
+        except InputError:
+            return
+    if data[:2] in (b"\x1f\x8b", b"\x28\xb5"):
+        return
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+
+    assert len(rows) == sum(bool(line.strip(b" \t\r\n\v\f")) for line in lines)
+    assert [row.index for row in rows] == list(range(len(rows)))
+    for row in rows:
+        assert (row.error is None) or row.columns == {}
+
+
+@given(st.binary(max_size=300), st.sampled_from(["gz", "zst", "parquet"]), st.integers(0, 2000))
+@settings(max_examples=300, deadline=None)
+def test_damaged_files_are_input_errors_and_nothing_else(damage: bytes, kind: str, place: int) -> None:
+    whole = _WHOLE_FILES[kind]
+    place %= len(whole)
+    data = whole[:place] + damage + whole[place + len(damage) :]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(InputError):
+            read(file.name)
 
 
 def test_broken_parquet_is_an_input_error(tmp_path: Path) -> None:
