@@ -23,14 +23,14 @@ from typing import Any
 import orjson
 
 from cbgen import __version__
-from cbgen.config import OutputConfig, RunConfig
+from cbgen.config import RunConfig
 from cbgen.data.feed import PromptFeed
 from cbgen.data.files import redact
 from cbgen.data.prompts import PromptBuilder
 from cbgen.data.readers import input_fraction, read_rows
 from cbgen.data.resume import Start, find_start, verify_output
 from cbgen.data.retry import RetryWriter
-from cbgen.data.sidecar import Sidecar, replace_file
+from cbgen.data.sidecar import Sidecar, named_disk_errors, replace_file
 from cbgen.data.state import State
 from cbgen.data.writers import OrderedWriter
 from cbgen.engine.model_files import ModelFiles, is_converted
@@ -79,7 +79,7 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
             summary = _summarize(clock, start, state, job, settings, rules.stop)
             _store_summary(sidecar, summary)
             reports.done(sidecar.output.path, summary)
-    return _exit_code(config, state, rules.stop)
+    return _exit_code(config, state, rules.stop, is_lasting=sidecar.output.is_lasting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,9 @@ def _feed(session: _Session, job: Job, builder: PromptBuilder, rows: Iterator[Ro
         job.writer.commit()
         if isinstance(failure, CbgenError):
             raise failure
+        what = " ".join(f"{type(failure).__name__}: {failure}".split()).rstrip(":")
         raise CbgenError(
-            f"reading and preparing rows failed: {type(failure).__name__}: {failure}; every committed row is safe"
+            f"reading and preparing rows failed ({what}); every committed row is safe, and the same command continues"
         ) from failure
 
 
@@ -158,6 +159,8 @@ def _generate(session: _Session, job: Job, feed: PromptFeed) -> None:
             job.writer.commit()
         job.writer.tick()
         session.reports.update(lambda: job.snapshot(_fraction(session, job)))
+    if not engine.has_unfinished and feed.peek(wait=True) is None and feed.exhausted:
+        rules.withdraw()
 
 
 def _has_ended(job: Job, rules: StopRules) -> bool:
@@ -326,26 +329,31 @@ def _summarize(
 
 
 def _store_summary(sidecar: Sidecar, summary: dict[str, Any]) -> None:
-    replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    with named_disk_errors(sidecar.output):
+        replace_file(sidecar.directory / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 
 
-def _exit_code(config: RunConfig, state: State, stop: Stop | None) -> int:
+def _exit_code(config: RunConfig, state: State, stop: Stop | None, *, is_lasting: bool) -> int:
     """The command's exit code.
 
     Raises:
         Stopped: the run ended early and can go on.
     """
     if stop is not None:
-        again = _again(config.output)
-        message = f"stopped by {stop.reason}; {again} continues after row {state.rows:,}"
+        message = f"stopped by {stop.reason} after row {state.rows:,}; {_way_on(config, stop, is_lasting)}"
         raise Stopped(message, exit_code=stop.exit_code)
     allowed = config.stop.fail_on_error.allows(state.tally.num_errors, state.tally.rows)
     return EXIT_OK if allowed else EXIT_ROW_ERRORS
 
 
-def _again(output: OutputConfig) -> str:
-    left_out = [name for name, given in (("--overwrite", output.overwrite),) if given]
-    return f"the same command without {left_out[0]}" if left_out else "the same command"
+def _way_on(config: RunConfig, stop: Stop, is_lasting: bool) -> str:
+    """What to do after a stop."""
+    if not is_lasting:
+        return "what went to stdout cannot be continued"
+    without = " without --overwrite" if config.output.overwrite else ""
+    if stop.exit_code == EXIT_ROW_ERRORS:
+        return f"to continue, mend what failed and use --retry-errors{without}, or leave --fail-fast out"
+    return f"the same command{without} continues"
 
 
 def _peak_memory() -> int:

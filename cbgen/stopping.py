@@ -60,6 +60,10 @@ class StopRules:
                 self._deadline = time.monotonic() + (0.0 if self.stop.at_once else self._config.grace_seconds)
         return self.stop is not None
 
+    def withdraw(self) -> None:
+        """There was nothing left to stop."""
+        self.stop = None
+
     @property
     def grace_is_over(self) -> bool:
         """Whether the rows in flight have had their time."""

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from cbgen import cli, pipeline
 from cbgen.config import RunConfig
 from cbgen.engine.model_files import ModelFiles
 from cbgen.job import Serving
+from cbgen.records import Generation
 from tests.fakes import FakeEngine
 from tests.helpers import BYTE_VOCAB_SIZE, EOS, ByteTokenizer, byte_ids
 
@@ -52,6 +54,49 @@ def answer(prompt_token_ids: Any, sample: int) -> tuple[list[int], str]:
         return [], "nan_logits"
     asked = prompt.rpartition("]")[2].removesuffix(">")
     return [*byte_ids(f"re:{asked}" + (f"#{sample}" if sample else "")), EOS], "stop"
+
+
+class SteadyEngine(FakeEngine):
+    """Rows stay in a slot for some steps each, and then end; the others wait.
+
+    Attributes:
+        num_steps: of a row in a slot.
+        step_seconds: how long a step takes.
+        before_step: called with the number of steps so far.
+    """
+
+    num_steps = 3
+    step_seconds = 0.0
+    before_step: Callable[[int], None] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._running: list[list[Any]] = []
+        self._admits = True
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._queue)
+
+    def stop_admitting(self) -> None:
+        self._admits = False
+
+    def step(self) -> list[Generation]:
+        if self.before_step is not None:
+            self.before_step(self.stats.num_steps)
+        time.sleep(self.step_seconds)
+        self.stats.num_steps += 1
+        while self._admits and self._queue and len(self._running) < self.limits.max_num_seqs:
+            self._running.append([self.num_steps, self._queue.pop(0)])
+        for entry in self._running:
+            entry[0] -= 1
+        ended = [item for steps, item in self._running if not steps]
+        self._running = [entry for entry in self._running if entry[0]]
+        return [self._generation(*item) for item in ended]
 
 
 class Quick:
@@ -138,3 +183,15 @@ def strict_lines(text: str) -> Iterator[dict[str, Any]]:
 
 def _refuse(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
+
+
+def main() -> None:
+    """`python -m tests.quick DIRECTORY SECONDS ARGS...`: `cbgen ARGS...` in a process of its own, a step at a time."""
+    quick = Quick(Path(sys.argv[1]))
+    quick.make_engine = lambda: quick.engine(SteadyEngine, slots=4, step_seconds=float(sys.argv[2]))
+    pipeline._load = quick._load
+    cli.main(sys.argv[3:])
+
+
+if __name__ == "__main__":
+    main()

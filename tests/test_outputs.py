@@ -373,14 +373,12 @@ COLUMNS = {
     "empty lists": pa.array([[]] * NUM_ROWS, pa.list_(pa.int64())),
     "uuid": pa.array([b"0123456789abcdef"] * NUM_ROWS, pa.uuid()),
 }
-VIEW_IN_STRUCT = pa.struct([("a", pa.string_view())])
 VIEWS_IN_MAPS = pa.map_(pa.string_view(), pa.binary_view())
 ONCE_PLAIN = {
     "dictionary": (pa.array(["a", "b"] * 5).dictionary_encode(), pa.string()),
     "string view": (pa.array(["x", None] * 5, pa.string_view()), pa.string()),
     "binary view": (pa.array([b"x", None] * 5, pa.binary_view()), pa.binary()),
     "list of views": (pa.array([["x", None], None] * 5, pa.list_(pa.string_view())), pa.list_(pa.string())),
-    "view in a struct": (pa.array([{"a": "x"}] * 10, VIEW_IN_STRUCT), pa.struct([("a", pa.string())])),
     "views in maps": (pa.array([[("a", b"x")]] * 10, VIEWS_IN_MAPS), pa.map_(pa.string(), pa.binary())),
     "null": (pa.nulls(NUM_ROWS), pa.string()),
     "list view": (pa.array([[1], [2, 3], None, [], [4]] * 2, pa.list_view(pa.int32())), pa.list_(pa.int32())),
