@@ -5,6 +5,7 @@ Enters: a `RunConfig`. Leaves: a `Plan`, or the first thing that cannot be right
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,13 @@ from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sam
 from cbgen.errors import UsageError
 from cbgen.params import SamplingParams, merge_params
 from cbgen.records import Row
+
+# Not every name with "token" in it: templates have an `eos_token`.
+_SECRET_NAME = re.compile(
+    r"(?:api|access|secret|private)[_-]?key|(?:auth|access|api|bearer|hf)[_-]?token|^token$|password|passwd|credential"
+    r"|secret",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,10 @@ def redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value.encode("utf-8", "backslashreplace").decode())
     if isinstance(value, dict):
-        return {key: redacted(item) for key, item in value.items()}
+        return {
+            redacted(key): "***" if isinstance(item, str) and _SECRET_NAME.search(str(key)) else redacted(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     return value

@@ -75,7 +75,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live:
-            self._bar = tqdm(total=1.0, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
+            size = {"dynamic_ncols": True} if _knows_its_size(self._stream) else {"ncols": 100, "nrows": 20}
+            self._bar = tqdm(total=1.0, file=self._stream, bar_format="{desc}", leave=False, **size)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,6 +168,14 @@ def is_live(stream: TextIO, *, asked_for: bool = False) -> bool:
         return False
     plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
     return terminal and not plain and (asked_for or not os.environ.get("NO_COLOR"))
+
+
+def _knows_its_size(stream: TextIO) -> bool:
+    """Some terminals, as in containers, say they have no columns and no lines; there nothing would be shown."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return True
 
 
 def printable(text: str) -> str:
