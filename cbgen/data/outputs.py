@@ -315,11 +315,18 @@ class StdoutOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A finished file, as noted when it was published."""
+    """A finished file, as noted when it was published; moving it keeps the time of its last change."""
 
     rows: int
     size: int
     crc: int
+    mtime_ns: int = 0
+
+    @classmethod
+    def of(cls, path: Path, rows: int) -> Published:
+        """The note of a local file."""
+        stat = path.stat()
+        return cls(rows, stat.st_size, checksum(path, stat.st_size), stat.st_mtime_ns)
 
 
 class _StagedOutput(Output):
@@ -344,12 +351,15 @@ class _StagedOutput(Output):
         return noted is not None and (noted[-1].rows, noted[-1].size) == (rows, sizes.get(name))
 
     def _is_known(self, name: str, size: int) -> bool:
-        """Whether a file is one of ours, as far as its size tells; nothing is known of one that was never noted.
+        """Whether a file is one of ours; a local one that was touched since is read for it, of a remote one the size
+        has to do. Nothing is known of one that was never noted.
 
         A crash between note and publication leaves the one before the last.
         """
-        noted = self.published.get(name)
-        return not noted or size in [published.size for published in noted[-2:]]
+        alike = [noted for noted in self.published.get(name, [])[-2:] if noted.size == size]
+        if not alike or self.root.is_remote:
+            return bool(alike) or not self.published.get(name)
+        return _is_one_of(alike, Path(self.root.root) / name)
 
     def _verify_file(self, name: str, root: Place, sizes: Mapping[str, int]) -> None:
         if name not in sizes:
@@ -367,8 +377,7 @@ class _StagedOutput(Output):
         in_place = self._in_place(name)
         if in_place is not None and in_place != self.published[name][-1]:
             self._write_note(name, in_place)
-        size = local.stat().st_size
-        self._write_note(name, Published(rows, size, checksum(local, size)))
+        self._write_note(name, Published.of(local, rows))
 
     def _in_place(self, name: str) -> Published | None:
         """The note of the file that is there now, judged by its size."""
@@ -392,8 +401,7 @@ class _StagedOutput(Output):
             for line in self._log.read_bytes().split(b"\n"):
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn last line
                     record = orjson.loads(line)
-                    entry = Published(record["rows"], record["size"], record["crc"])
-                    published.setdefault(record["name"], []).append(entry)
+                    published.setdefault(record.pop("name"), []).append(Published(**record))
         return published
 
     @property
@@ -431,7 +439,11 @@ class PartsOutput(_StagedOutput):
                 os.replace(path / name, backup / name)
 
     def is_input(self, path: str) -> bool:
-        return not self.root.is_remote and same_file(Path(self.config.path), path)
+        """Also when the input lies in the directory: --overwrite would move it away."""
+        if self.root.is_remote or not os.path.exists(path):
+            return False
+        directory, place = Path(self.config.path).resolve(), Path(path).resolve()
+        return directory == place or directory in place.parents
 
     def adopt(self) -> None:
         if not self.root.is_remote or (self.directory / "run.json").exists():
@@ -449,9 +461,11 @@ class PartsOutput(_StagedOutput):
     def repair(self, state: State, is_whole: IsWhole) -> State:
         self.published = self._read_published()
         sizes = self.root.sizes() if state.rows else {}
-        for base_rows in range(0, state.base_rows, self.config.rows_per_part):
+        for base_rows in range(0, state.rows, self.config.rows_per_part):
             name = self.part_name(base_rows)
-            if name not in sizes or not self._is_known(name, sizes[name]):
+            # The last one may be missing: its rows are on the tape, too.
+            is_right = self._is_known(name, sizes[name]) if name in sizes else base_rows == state.base_rows
+            if not is_right:
                 what = "is gone from" if name not in sizes else "was changed in"
                 raise RefusedError(
                     f"{name} {what} {self.path} since it was written; put it back, choose another -o, or start anew "
@@ -566,10 +580,15 @@ class FileOutput(_StagedOutput):
     def repair(self, state: State, is_whole: IsWhole) -> State:
         self.published, sizes = self._read_published(), self.root.sizes()
         first = self._first_held(state.base_rows)
-        if first and self.name not in sizes:
-            return State()  # its rows were nowhere else
+        if first and self.name not in sizes:  # its rows were nowhere else: begin again
+            self._drop_sealed()
+            return super().repair(State(), is_whole)
         if self.name in sizes and not self._is_known(self.name, sizes[self.name]):
             raise edited(self.path)
+        for _, _, path in self._pieces(state.base_rows):
+            noted = self.published.get(path.name)
+            if noted and not _is_one_of(noted[-2:], path):
+                raise edited(str(path))
         noted = self.published.get(self.name)
         if noted and first > max(published.rows for published in noted):
             raise RefusedError(
@@ -604,6 +623,7 @@ class FileOutput(_StagedOutput):
         path = self.directory / f"sealed-{base_rows}-{base_rows + self.tape.mark.rows}.parquet"
         local = path.with_suffix(".tmp")
         self.encoder.encode(base_rows, self._tape_lines(), local)
+        self._write_note(path.name, Published.of(local, self.tape.mark.rows))
         move(local, path)
 
     def finish(self, base_rows: int) -> None:
@@ -671,6 +691,15 @@ def edited(output: str) -> RefusedError:
         f"{output} was edited since it was written, so its rows may no longer answer the rows they stand for; put it "
         "back, choose another -o, or start anew with --overwrite (the old file is kept as a backup)"
     )
+
+
+def _is_one_of(noted: list[Published], path: Path) -> bool:
+    """Whether a local file is what one of these notes says; it is read only if it was touched since."""
+    stat = path.stat()
+    if any((entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in noted):
+        return True
+    alike = {entry.crc for entry in noted if entry.size == stat.st_size}
+    return bool(alike) and checksum(path, stat.st_size) in alike
 
 
 def same_file(output: Path, path: str) -> bool:

@@ -19,7 +19,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cbgen.data.files import redact
 from cbgen.data.lines import dumps, loads
 from cbgen.data.locks import OutputLock
 from cbgen.data.outputs import Output, make_output
-from cbgen.data.state import State
+from cbgen.data.state import State, verify_check, with_check
 from cbgen.errors import CbgenError, RefusedError, UsageError
 from cbgen.records import Row, Tally
 
@@ -62,7 +62,8 @@ class Sidecar:
         output = make_output(config)
         for path in inputs:
             if output.is_input(path):
-                raise RefusedError(f"-o {output.path} is the input {redact(path)} itself; choose another output")
+                itself = "itself, or holds it" if os.path.isdir(config.path) else "itself"
+                raise RefusedError(f"-o {output.path} is the input {redact(path)} {itself}; choose another output")
         lock = OutputLock(output.directory, output.path)
         made = _make_directories(output)
         locked = False
@@ -114,7 +115,7 @@ class Sidecar:
             for pattern in _OURS:
                 for path in self.directory.glob(pattern):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            replace_file(self.directory / "run.json", document)
+            replace_file(self.directory / "run.json", with_check(document))
             self.output.share("run.json")
 
     def details(self) -> dict[str, Any]:
@@ -126,6 +127,7 @@ class Sidecar:
         if not self.is_continued:
             return {}
         with self._whole_file("run.json") as data:
+            verify_check(data)
             return dict(loads(data))
 
     def check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
@@ -138,6 +140,8 @@ class Sidecar:
             return
         with self._whole_file("run.json") as data:
             document = loads(data)
+            if document["format_version"] == FORMAT_VERSION:
+                verify_check(data)
             version, before = document["format_version"], dict(document["fingerprint"])
         if version != FORMAT_VERSION:
             raise RefusedError(
@@ -183,7 +187,7 @@ class Sidecar:
 
     def write_state(self, state: State) -> None:
         """Make a state the committed one."""
-        replace_file(self.directory / "state.json", dumps(asdict(state)))
+        replace_file(self.directory / "state.json", state.to_json())
 
     def repair(self, state: State) -> State:
         """Bring the output to the committed state, or to the part of it that is left; `position` and the digests of

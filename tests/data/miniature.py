@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbgen.config import OutputConfig
+from cbgen import pipeline
+from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
 from cbgen.data import journal as journal_module
 from cbgen.data import writers as writers_module
 from cbgen.data.encoders import CODECS, Encoder, declare_encoder, restore_encoder
 from cbgen.data.formats import RecordFormat
 from cbgen.data.journal import Record
-from cbgen.data.lines import loads
+from cbgen.data.lines import dumps, loads
 from cbgen.data.readers import check_inputs, read_rows
 from cbgen.data.retry import RetryWriter
 from cbgen.data.sidecar import Sidecar
@@ -25,8 +27,10 @@ from cbgen.data.state import State
 from cbgen.data.tape import all_lines
 from cbgen.data.writers import OrderedWriter
 from cbgen.errors import RowError
+from cbgen.job import Serving
 from cbgen.records import Completion, Row
-from tests.helpers import make_row
+from tests.fakes import FakeEngine
+from tests.helpers import BYTE_VOCAB_SIZE, EOS, ByteTokenizer, byte_ids, make_row
 
 FINGERPRINT = {"model": "m", "temperature": 0.5}
 SIGNATURES = [[1, 2]]
@@ -253,3 +257,77 @@ def opened(config: OutputConfig, state: State = State()) -> Iterator[OrderedWrit
         sidecar.begin(FINGERPRINT, {})
         with OrderedWriter(sidecar, state, SIGNATURES) as writer:
             yield writer
+
+
+class Command:
+    """`pipeline.run` on the rows and outputs of a `Mini`, with an engine that answers "re:" and the prompt; prompts
+    with a `~` fail.
+
+    Attributes:
+        asked: prompts that the last run asked the engine.
+        fails: whether prompts with a `~` do.
+    """
+
+    def __init__(self, directory: Path, kind: str, prompts: list[str]) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "model").mkdir(exist_ok=True)
+        (directory / "model" / "config.json").write_text("{}")
+        self.directory = directory
+        self.kind = kind
+        self.asked: list[str] = []
+        self.fails = True
+        self.input = directory / ("in.parquet" if kind.startswith("carried") else "in.jsonl")
+        self.write(prompts)
+
+    def write(self, prompts: list[str]) -> None:
+        """The input."""
+        if self.input.suffix == ".parquet":
+            ids = pa.array(range(len(prompts)), pa.int16())
+            pq.write_table(pa.table({"id": ids, "prompt": prompts}), self.input, row_group_size=4)
+        else:
+            self.input.write_bytes(b"".join(dumps({"id": i, "prompt": p}) + b"\n" for i, p in enumerate(prompts)))
+
+    @property
+    def output(self) -> OutputConfig:
+        return config_for(self.directory, **KINDS[self.kind])
+
+    @property
+    def files(self) -> list[Path]:
+        """Everything the run wrote."""
+        paths = [*self.directory.glob("out*"), *self.directory.glob("out*/**/*"), *self.directory.glob(".out*")]
+        return sorted({path for path in paths if path.is_file() and path.name != "lock"})
+
+    def run(self, *, verify: bool = False, limit: int | None = None, **options: Any) -> int:
+        """The exit code.
+
+        Raises:
+            CbgenError: what the command would have told.
+        """
+        self.asked = []
+        config = RunConfig(
+            inputs=(options.pop("source", str(self.input)),),
+            output=replace(self.output, **options),
+            model=ModelConfig(name=str(self.directory / "model")),
+            report=ReportConfig(progress="none"),
+            limit=limit,
+            verify=verify,
+        )
+        return pipeline.run(config, self._serving)
+
+    def _serving(self, *_: Any) -> Serving:
+        return Serving(ByteTokenizer(), FakeEngine(self._answer, vocab_size=BYTE_VOCAB_SIZE))  # type: ignore[arg-type]
+
+    def _answer(self, prompt_token_ids: Any, sample: int) -> tuple[list[int], str]:
+        prompt = ByteTokenizer().decode([int(token_id) for token_id in prompt_token_ids])
+        self.asked.append(prompt)
+        if "~" in prompt and self.fails:
+            return [], "nan_logits"
+        return [*byte_ids(f"re:{prompt}"), EOS], "stop"
+
+    def decoded(self) -> list[dict[str, Any]]:
+        """Every row of the output; messages without the directory."""
+        rows = decoded(self.output)
+        for row in rows:
+            if row["error"] is not None:
+                row["error"]["message"] = row["error"]["message"].replace(str(self.directory), "")
+        return rows
