@@ -1,13 +1,17 @@
 """Rows to prompts: where the prompt comes from, how it is rendered and tokenized, and what fails a row."""
 
+import inspect
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cbgen.config import PromptConfig
-from cbgen.data.prompts import PromptBuilder, compile_template
-from cbgen.errors import RowError, UsageError
+from cbgen.data import prompts as prompts_module
+from cbgen.data.prompts import PromptBuilder, check_first_rows, check_prompt_config, compile_template
+from cbgen.data.token_bounds import TokenBound
+from cbgen.errors import InputError, RowError, UsageError
 from cbgen.params import SamplingParams
 from cbgen.records import Prompt, Row
 from tests.helpers import BOS, BYTE_VOCAB_SIZE, ByteTokenizer, byte_ids, make_row
@@ -84,6 +88,20 @@ def test_token_ids_are_taken_as_they_are() -> None:
 
     assert prompt.token_ids.tolist() == [5, 0, 258]
     assert prompt.token_ids.dtype == np.int32
+
+
+def test_bytes_that_are_text_are_a_prompt() -> None:
+    assert text_of({"prompt": "é".encode()}) == "é"
+    assert text_of({"a": "é".encode(), "b": b"\xff"}, template="{{ a }}") == "é"
+    assert "é<|im_end|>" in text_of({"messages": [{"role": "user", "content": "é".encode()}]})
+
+
+def test_bytes_that_are_no_text_fail_the_row() -> None:
+    error = error_of({"prompt": b"ab\xff"})
+
+    assert error.code == "invalid_utf8"
+    assert "'prompt'" in error.message
+    assert "byte 3" in error.message
 
 
 def test_missing_prompt_names_the_columns_that_are_there() -> None:
@@ -303,6 +321,33 @@ def test_text_that_the_tokenizer_cannot_take_fails_its_row_only() -> None:
     assert third.token_ids.tolist() == byte_ids("c")
 
 
+class PanicException(BaseException):
+    """Named like the one that Rust code raises."""
+
+
+def test_panic_of_the_tokenizer_fails_its_row_only() -> None:
+    class Panicking(ByteTokenizer):
+        def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            if "bad" in text:
+                raise PanicException("index out of bounds")
+            return super().__call__(text, add_special_tokens=add_special_tokens)
+
+    first, second = build(make_row(0, prompt="a"), make_row(1, prompt="bad"), tokenizer=Panicking())
+
+    assert isinstance(first, Prompt)
+    assert isinstance(second, Row)
+    assert second.error == RowError("tokenizer_error", "in.jsonl line 2: index out of bounds")
+
+
+def test_interrupt_in_the_tokenizer_is_no_row_error() -> None:
+    class Interrupting(ByteTokenizer):
+        def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(make_row(prompt="a"), tokenizer=Interrupting())
+
+
 def test_tokenizer_with_more_ids_than_the_model_fails_the_row() -> None:
     error = error_of({"prompt": "é"}, vocab_size=150)
 
@@ -354,6 +399,96 @@ def test_truncate_left_keeps_half_the_context_even_when_max_tokens_is_huge() -> 
     prompt = prompt_of({"prompt": "0123456789abc"}, params=SamplingParams(max_tokens=1000), **options)
 
     assert (len(prompt.token_ids), prompt.params.max_tokens) == (5, 5)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Notes how many characters each call was given; one token is at most `longest` characters."""
+
+    bos_token = "<s>"
+
+    def __init__(self, *, longest: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: list[int] = []
+        self.longest = longest
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        self.calls.append(sum(map(len, text)))
+        return super().__call__(text, add_special_tokens=add_special_tokens)
+
+
+def _bound_of(tokenizer: Any) -> TokenBound | None:
+    return TokenBound(tokenizer.longest) if hasattr(tokenizer, "longest") else None
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingTokenizer:
+    monkeypatch.setattr(prompts_module, "find_token_bound", _bound_of)
+    return CountingTokenizer(bos=True, chat_template="{{ bos_token }}{{ messages[0].content }}")
+
+
+def test_text_that_is_sure_to_be_too_long_fails_without_being_tokenized(counting: CountingTokenizer) -> None:
+    counting.longest = 4
+
+    error = error_of({"prompt": "x" * 400_001}, tokenizer=counting, max_model_len=100)
+
+    assert error.code == "prompt_too_long"
+    assert "has at least 100,001 tokens and the context 100" in error.message
+    assert max(counting.calls) == 1  # the look for a BOS
+
+
+def test_long_text_that_may_fit_is_tokenized(counting: CountingTokenizer) -> None:
+    counting.longest = 4
+    prompt = prompt_of({"prompt": "x" * 200_000}, tokenizer=counting, max_model_len=300_000)
+
+    assert len(prompt.token_ids) == 200_001
+
+
+@pytest.mark.parametrize("columns", [{"prompt": "TEXT"}, {"messages": [{"role": "user", "content": "TEXT"}]}])
+def test_truncate_left_tokenizes_only_the_end_of_a_long_text(
+    counting: CountingTokenizer, columns: dict[str, Any]
+) -> None:
+    counting.longest = 4
+    text = "".join(map(str, range(100_000)))
+    filled = json.loads(json.dumps(columns).replace("TEXT", text))
+    options: dict[str, Any] = {"max_model_len": 100, "on_too_long": "truncate-left"}
+
+    short = prompt_of(filled, tokenizer=counting, **options)
+    whole = prompt_of(filled, tokenizer=ByteTokenizer(bos=True, chat_template=counting.chat_template), **options)
+
+    assert short.token_ids.tolist() == whole.token_ids.tolist() == [BOS, *byte_ids(text[-95:])]
+    assert short.params == whole.params
+    assert max(counting.calls) < 10_000
+
+
+def test_tokenizer_is_called_with_about_a_million_characters_at_most() -> None:
+    tokenizer = CountingTokenizer()
+
+    items = build(
+        *(make_row(number, prompt="x" * 300_000) for number in range(10)), tokenizer=tokenizer, max_model_len=1_000_000
+    )
+
+    assert all(isinstance(item, Prompt) and len(item.token_ids) == 300_000 for item in items)
+    assert max(tokenizer.calls) == 900_000
+
+
+def test_bound_is_looked_for_only_when_a_text_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(prompts_module, "find_token_bound", looked.append)
+    rows = [make_row(number, prompt="x" * size) for number, size in enumerate([10, 1000, 200_000, 300_000])]
+
+    build(*rows[:2])
+    assert looked == []
+    build(*rows, max_model_len=1_000_000)
+    assert len(looked) == 1
+
+
+def test_transformers_warning_about_long_texts_does_not_appear() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.deprecation_warnings = {}  # type: ignore[attr-defined]
+
+    build(make_row(prompt="a"), tokenizer=tokenizer)
+
+    assert tokenizer.deprecation_warnings == {"sequence-length-is-longer-than-the-specified-maximum": True}  # type: ignore[attr-defined]
 
 
 def test_truncate_left_leaves_prompts_that_fit_alone() -> None:
@@ -508,3 +643,79 @@ def test_bad_batch_line_is_still_answered_in_batch_form() -> None:
 
 def test_custom_id_alone_makes_no_batch_line() -> None:
     assert text_of({"custom_id": "a", "prompt": "p"}) == "p"
+
+
+# -- before the model loads -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenize", "messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template",
+        "return_tensors", "return_dict", "padding", "truncation", "max_length",
+    ],
+)  # fmt: skip
+def test_reserved_chat_template_kwargs_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--chat-template-kwargs cannot set '{name}': "):
+        check_prompt_config(PromptConfig(chat_template_kwargs={"enable_thinking": False, name: True}))
+
+
+def test_every_argument_of_transformers_that_is_no_variable_is_reserved() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    free = {"self", "kwargs", "tools", "documents"}
+
+    for name in arguments - free:
+        with pytest.raises(UsageError, match="cannot set"):
+            check_prompt_config(PromptConfig(chat_template_kwargs={name: 1}))
+
+
+def test_prompt_config_that_is_fine_passes() -> None:
+    check_prompt_config(PromptConfig())
+    check_prompt_config(
+        PromptConfig(template="{{ a }}", chat_template="{{ a }}", chat_template_kwargs={"enable_thinking": False})
+    )
+
+
+@pytest.mark.parametrize("config", [{"template": "{{ a"}, {"chat_template": "{% for %}"}])
+def test_templates_that_do_not_parse_are_refused_before_the_model_loads(config: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="does not parse"):
+        check_prompt_config(PromptConfig(**config))
+
+
+def test_input_without_a_usable_column_is_refused_with_those_that_there_are() -> None:
+    rows = [make_row(0, question="a", id=1), make_row(1, text="b", id=2)]
+
+    with pytest.raises(InputError) as raised:
+        check_first_rows(rows, PromptConfig())
+    message = str(raised.value)
+    assert "in.jsonl line 1" in message
+    assert "(columns present: 'question', 'id', 'text')" in message
+    for option in ("--prompt-column", "--messages-column", "--template"):
+        assert option in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        ([], {}),
+        ([make_row(0, a=1), make_row(1, prompt="x")], {}),
+        ([make_row(0, a=1), make_row(1, messages=None)], {}),
+        ([make_row(0, a=1)], {"template": "{{ a }}"}),
+        ([make_row(0, a=1)], {"prompt_column": "a"}),
+        ([make_row(0, a=1)], {"messages_column": "a"}),
+        ([make_row(0, **batch_line(messages=CHAT))], {}),
+    ],
+)
+def test_input_with_a_usable_row_passes(rows: list[Row], config: dict[str, Any]) -> None:
+    check_first_rows(rows, PromptConfig(**config))
+
+
+def test_broken_rows_say_nothing_about_the_columns() -> None:
+    row = make_row(0)
+    row.error = RowError("invalid_json", "in.jsonl line 1: oops")
+
+    check_first_rows([row], PromptConfig())
+    with pytest.raises(InputError, match="first 1 rows"):
+        check_first_rows([row, make_row(1, a=1)], PromptConfig())
