@@ -34,8 +34,8 @@ _RESERVED_KWARGS = {
     **dict.fromkeys(
         (
             "conversation", "conversations", "messages", "tokenize", "padding", "truncation", "max_length",
-            "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
-            "processor_kwargs",
+            "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+            "sanitize_control_tokens", "processor_kwargs",
         ),
         "it is no variable of a template but an argument of the call",
     ),
