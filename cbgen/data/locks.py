@@ -23,6 +23,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _WATCH_SECONDS = 15.0  # several times the longest gap between two commits of a healthy run
 _POLL_SECONDS = 0.25
 _RENEW_SECONDS = 2.0
+_CLOCK_SECONDS = 2.0  # the system counts start times from its boot, by a clock that is set now and then
 
 
 class OutputLock:
@@ -41,6 +42,7 @@ class OutputLock:
         self._watch_seconds = watch_seconds
         self._file = -1
         self._owns_lease = False
+        self._started = psutil.Process().create_time()
         self._beats = 0
         self._next_beat = 0.0
 
@@ -82,7 +84,8 @@ class OutputLock:
     def release(self, *, remove: bool) -> None:
         """Let go; `remove` deletes the files too."""
         if self._owns_lease:
-            self._lease.unlink(missing_ok=True)
+            if self._is_ours(self._read_lease() or {}):  # or another run has taken it over
+                self._lease.unlink(missing_ok=True)
             self._owns_lease = False
         if self._file >= 0:
             if remove:
@@ -99,8 +102,14 @@ class OutputLock:
             holder = self._read_lease()
             if not self._is_dead(holder):
                 raise self._refusal(_describe(holder or {})) from None
+            self._write_lease()
+            time.sleep(_POLL_SECONDS)  # should another run take it over at the same time, the later one has it
+            holder = self._read_lease() or {}
+            if not self._is_ours(holder):
+                raise self._refusal(_describe(holder)) from None
+        else:
+            self._write_lease()
         self._owns_lease = True
-        self._write_lease()
 
     def _is_dead(self, holder: dict[str, object] | None) -> bool:
         if holder is not None and holder.get("host") == socket.gethostname():
@@ -122,13 +131,13 @@ class OutputLock:
     def _write_lease(self) -> None:
         self._beats += 1
         self._next_beat = time.monotonic() + _RENEW_SECONDS
-        lease = {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(), "beats": self._beats}
+        lease = {"host": socket.gethostname(), "pid": os.getpid(), "started": self._started, "beats": self._beats}
         temporary = self._lease.with_name(f"lease.{os.getpid()}.tmp")
         temporary.write_bytes(orjson.dumps(lease))
         os.replace(temporary, self._lease)
 
     def _is_ours(self, holder: dict[str, object]) -> bool:
-        ours = (socket.gethostname(), os.getpid(), _start_time())
+        ours = (socket.gethostname(), os.getpid(), self._started)
         return (holder.get("host"), holder.get("pid"), holder.get("started")) == ours
 
     def _refusal(self, holder: str) -> RefusedError:
@@ -137,15 +146,12 @@ class OutputLock:
         )
 
 
-def _start_time() -> float:
-    return psutil.Process().create_time()
-
-
 def _lives(holder: dict[str, object]) -> bool:
     """Whether the process that wrote a lease still runs; another one may have got its number since."""
     try:
-        return psutil.Process(int(str(holder.get("pid")))).create_time() == holder.get("started")
-    except (psutil.Error, ValueError):
+        started = psutil.Process(int(str(holder["pid"]))).create_time()
+        return abs(started - float(str(holder["started"]))) < _CLOCK_SECONDS
+    except (psutil.Error, ValueError, KeyError):
         return False
 
 
