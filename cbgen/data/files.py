@@ -430,8 +430,10 @@ def _from_uri(parts: SplitResult) -> tuple[fs.FileSystem, str]:
         query = "&".join(filter(None, [query, urlencode({"retry_limit_seconds": 2 * _REQUEST_SECONDS})]))
     elif scheme == "az":
         scheme = "abfs"
-    filesystem, path = fs.FileSystem.from_uri(urlunsplit(parts._replace(scheme=scheme, query=query)))
-    return filesystem, str(path)
+    # The hub's filesystem takes a path as it is; the others decode it, and refuse blanks.
+    path = unquote(parts.path) if scheme == "hf" else quote(parts.path, safe="/%@:=+,~!$&'()*;")
+    filesystem, inner = fs.FileSystem.from_uri(urlunsplit(parts._replace(scheme=scheme, query=query, path=path)))
+    return filesystem, str(inner)
 
 
 def _info(path: str) -> fs.FileInfo:

@@ -7,6 +7,7 @@ to be read from its end (Parquet), all of it in a temporary file that has no nam
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tempfile
 import weakref
@@ -17,6 +18,7 @@ from typing import IO, Any
 from cbgen.errors import BrokenInputError, InputError
 
 _BLOCK_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 16
 
 
 class OnceOnly:
@@ -103,9 +105,37 @@ class Spooled:
         self._file.flush()
 
     def open(self) -> IO[bytes]:
-        """The file, at its first byte. It closes when this object goes."""
-        self._file.seek(0)
-        return self._file
+        """The file, at its first byte; any number of readers, in any threads, go their own ways in it."""
+        return io.BufferedReader(_Shared(self._file.fileno(), self.size), _BUFFER_BYTES)
+
+
+class _Shared(io.RawIOBase):
+    """A position of its own in an open file."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._descriptor, len(buffer), self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 class _Continued(io.RawIOBase):

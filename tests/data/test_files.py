@@ -72,6 +72,20 @@ def test_uri_that_cannot_be_opened_is_an_input_error(uri: str, words: str) -> No
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("gs://anonymous@bucket/a b.jsonl", "bucket/a b.jsonl"),
+        ("gcs://anonymous@bucket/a%20b.jsonl", "bucket/a b.jsonl"),
+        ("abfs://container@account.dfs.core.windows.net/d/a%20b", "container/d/a b"),
+        ("az://container@account.dfs.core.windows.net/d/a", "container/d/a"),
+        ("hf://datasets/user/name/a%20b.jsonl", "datasets/user/name/a b.jsonl"),
+    ],
+)
+def test_other_stores_are_reached_by_their_schemes(uri: str, path: str) -> None:
+    assert files.open_filesystem(uri)[1] == path
+
+
 def test_web_without_aiohttp_is_an_input_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
 

@@ -534,6 +534,23 @@ def test_parquet_on_stdin_is_read_as_often_as_it_takes(tmp_path: Path, monkeypat
     assert check_inputs((STDIN,))[0].signature() != source.signature()
 
 
+def test_spooled_parquet_has_any_number_of_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_stdin(monkeypatch, Path(write_parquet(tmp_path / "in", 3000, 50)).read_bytes())
+    sources = check_inputs((STDIN,))
+    found: dict[int, list[Any]] = {}
+
+    def work(number: int) -> None:
+        found[number] = prompts(list(read_rows(sources)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert list(found.values()) == [expected(3000)] * 4
+
+
 def test_torn_parquet_on_stdin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_on_stdin(monkeypatch, Path(write_parquet(tmp_path / "in", 1000, 300)).read_bytes()[:-1])
 

@@ -172,6 +172,13 @@ def test_secrets_of_a_uri_are_not_in_messages(server: Server) -> None:
     assert "KEY" not in str(raised.value)
 
 
+def test_empty_object_is_an_empty_shard(server: Server) -> None:
+    put(server, "d/a.jsonl", b"")
+    put(server, "d/b.jsonl", b'{"prompt": "a"}\n')
+
+    assert [row.place for row in rows_of(server.uri("d"))] == ["b.jsonl line 1"]
+
+
 def test_endpoint_and_credentials_may_stand_in_the_uri(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     put(server, "in.jsonl", b'{"prompt": "a"}\n')
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
