@@ -606,6 +606,9 @@ def parquet_bytes():
 PARQUET = parquet_bytes()
 
 FOUND = {
+    "failed rows tried again, with a broken file behind --limit": Example(
+        [line_file(b"{"), InputFile(b"\x1f\x8b")], {}, {}, limit=1, retry=True
+    ),
     "a column nested deeper than a schema of Parquet may be": Example(
         [line_file(b'{"prompt": "a", "x": ' + b"[" * 120 + b"]" * 120 + b"}")], {}, {}, form="out.parquet"
     ),
