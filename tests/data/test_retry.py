@@ -1,14 +1,29 @@
 """Failed rows, tried again: only they change, in one step, through deaths at every call, in every kind of output."""
 
+import contextlib
+import io
+import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cbgen.errors import CbgenError
+from cbgen.data.retry import RetryWriter
+from cbgen.errors import CbgenError, RefusedError
 from tests.data.machine import fast_directory, machine
-from tests.data.miniature import KINDS, Mini, answer, mended_answer, rows_of, saved_state, sidecar_of, small_files
+from tests.data.miniature import (
+    KINDS,
+    Command,
+    Mini,
+    answer,
+    mended_answer,
+    rows_of,
+    saved_state,
+    sidecar_of,
+    small_files,
+)
 
 NUM_ROWS = 9  # rows 3 and 8 fail; row 8 is good at the second try
 FAILED = [3, 8]
@@ -162,3 +177,205 @@ def test_full_disk_during_a_retry_loses_nothing(tmp_path: Path, kind: str) -> No
         assert job.decoded() == expected, f"full at call {call}"
         if it.calls <= call:
             break
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+PROMPTS = [f"prompt {index}" + "~" * (index % 4 == 2) for index in range(13)]
+BROKEN = ["prompt 2~", "prompt 6~", "prompt 10~"]
+
+
+def raw_lines(job: Command) -> list[bytes]:
+    """Lines of a JSONL output, with their bytes."""
+    return Path(job.output.path).read_bytes().splitlines(keepends=True)
+
+
+def completions(job: Command) -> list[str | None]:
+    return [row["completion"] for row in job.decoded()]
+
+
+def test_command_asks_only_failed_rows_again_and_exit_code_tells_what_is_left(tmp_path: Path, kind: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    assert job.run() == 3
+    before = job.decoded()
+
+    assert job.run(retry_errors=True) == 3
+    assert sorted(job.asked) == sorted(BROKEN)
+    assert job.decoded() == before
+
+    job.fails = False
+    assert job.run(retry_errors=True) == 0
+    assert sorted(job.asked) == sorted(BROKEN)
+    assert completions(job) == [f"re:{prompt}" for prompt in PROMPTS]
+    assert [row for row in job.decoded() if row["prompt"] not in BROKEN] == [
+        row for row in before if row["prompt"] not in BROKEN
+    ]
+
+    assert job.run(retry_errors=True) == 0
+    assert job.asked == []
+    assert job.run(verify=True) == 0
+
+
+def test_other_lines_keep_their_bytes(tmp_path: Path) -> None:
+    job = Command(tmp_path / "job", "jsonl", PROMPTS)
+    job.run()
+    before = raw_lines(job)
+    job.fails = False
+
+    job.run(retry_errors=True)
+
+    after = raw_lines(job)
+    assert [new == old for new, old in zip(after, before, strict=True)] == [prompt not in BROKEN for prompt in PROMPTS]
+
+
+def test_retry_and_new_rows_in_one_run(tmp_path: Path, kind: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run(limit=8)
+    job.fails = False
+
+    assert job.run(retry_errors=True) == 0
+
+    assert sorted(job.asked) == sorted([*BROKEN[:2], *PROMPTS[8:]])
+    assert completions(job) == [f"re:{prompt}" for prompt in PROMPTS]
+
+
+class _Interrupt(BaseException):
+    """Stands for anything that ends a run at once."""
+
+
+@pytest.mark.parametrize("goes_on_with_retry", [True, False])
+def test_interrupted_retry_goes_on_and_asks_nothing_twice(tmp_path: Path, kind: str, goes_on_with_retry: bool) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run()
+    before = job.decoded()
+    job.fails = False
+    tick = RetryWriter.tick
+    with pytest.MonkeyPatch.context() as patch:
+
+        def tick_once(writer: RetryWriter) -> None:
+            tick(writer)
+            raise _Interrupt
+
+        patch.setattr(RetryWriter, "tick", tick_once)
+        with contextlib.suppress(_Interrupt):
+            job.run(retry_errors=True)
+    first = job.asked
+    assert 0 < len(first) < 3
+    assert job.decoded() == before
+
+    if not goes_on_with_retry:
+        assert job.run() == 3
+        assert (job.asked, job.decoded()) == ([], before)
+    assert job.run(retry_errors=True) == 0
+
+    assert sorted([*first, *job.asked]) == sorted(BROKEN)
+    assert completions(job) == [f"re:{prompt}" for prompt in PROMPTS]
+
+
+def test_mended_input_is_accepted_where_rows_failed(tmp_path: Path, kind: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run()
+    mended_prompts = [prompt.replace("~", " mended") for prompt in PROMPTS]
+    job.write(mended_prompts)
+
+    with pytest.raises(RefusedError, match="the input differs from"):
+        job.run()
+    assert job.run(retry_errors=True) == 0
+
+    assert sorted(job.asked) == ["prompt 10 mended", "prompt 2 mended", "prompt 6 mended"]
+    assert completions(job) == [f"re:{prompt}" for prompt in mended_prompts]
+    assert [row["prompt"] for row in job.decoded()] == mended_prompts
+    assert job.run() == 0, "the mended input is the output's input from now on"
+    assert job.asked == []
+    assert job.run(verify=True) == 0
+
+
+@pytest.mark.parametrize("change", ["changed", "moved", "removed", "good and bad"])
+def test_changed_good_rows_are_refused_and_nothing_is_touched(tmp_path: Path, kind: str, change: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run()
+    before = job.decoded()
+    changed = {
+        "changed": ["other", *PROMPTS[1:]],
+        "moved": [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]],
+        "removed": PROMPTS[:-1],
+        "good and bad": ["other", *[prompt.replace("~", "") for prompt in PROMPTS[1:]]],
+    }[change]
+    job.write(changed)
+
+    with pytest.raises(RefusedError, match=r"^the input (differs from|is shorter than) [^\n]*$"):
+        job.run(retry_errors=True)
+
+    assert job.asked == []
+    job.write(PROMPTS)
+    assert job.decoded() == before
+    assert job.run() == 3
+    assert job.asked == []
+
+
+def test_mended_row_of_an_interrupted_retry_is_asked_again_when_it_was_mended_once_more(tmp_path: Path) -> None:
+    job = Command(tmp_path / "job", "jsonl", PROMPTS)
+    job.run()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(writer: RetryWriter) -> None:
+            raise _Interrupt
+
+        patch.setattr(RetryWriter, "finish", fail)
+        with contextlib.suppress(_Interrupt):
+            job.run(retry_errors=True)
+    job.write([prompt.replace("6~", "6 mended") for prompt in PROMPTS])
+
+    assert job.run(retry_errors=True) == 3
+
+    assert job.asked == ["prompt 6 mended"]
+    assert completions(job)[6] == "re:prompt 6 mended"
+
+
+def test_edited_output_is_refused_before_anything_is_asked_or_redone_from_there(tmp_path: Path, kind: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run()
+    path = Path(job.output.path)
+    path = sorted(path.glob("part-*"))[0] if path.is_dir() else path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(5, 5))
+
+    try:
+        job.run(retry_errors=True)
+    except RefusedError:
+        assert job.asked == []
+    else:  # a gzip member ends in zeros, as a file does that lost its end
+        assert kind == "gzip"
+        assert [row["prompt"] for row in job.decoded()] == PROMPTS
+
+
+def test_rows_of_a_stream_cannot_be_tried_again(tmp_path: Path) -> None:
+    job = Command(tmp_path / "job", "jsonl", PROMPTS)
+    data = job.input.read_bytes()
+    for number in range(2):
+        with pytest.MonkeyPatch.context() as patch, open_pipe(data) as stdin:
+            patch.setattr(sys, "stdin", stdin)
+            if number == 0:
+                assert job.run(source="-") == 3
+            else:
+                with pytest.raises(CbgenError, match=r"^[^\n]*cannot be read twice[^\n]*$"):
+                    job.run(source="-", retry_errors=True)
+    assert job.asked == []
+
+
+@contextlib.contextmanager
+def open_pipe(data: bytes) -> Iterator[io.TextIOWrapper]:
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    with open(reader) as stream:
+        yield stream
+
+
+def test_retry_of_an_output_that_was_never_begun_is_a_plain_run(tmp_path: Path, kind: str) -> None:
+    job = Command(tmp_path / "job", kind, PROMPTS)
+
+    assert job.run(retry_errors=True) == 3
+    assert sorted(job.asked) == sorted(PROMPTS)
