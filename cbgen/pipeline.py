@@ -26,7 +26,7 @@ from cbgen import __version__
 from cbgen.config import RunConfig
 from cbgen.data.feed import PromptFeed
 from cbgen.data.files import redact
-from cbgen.data.prompts import PromptBuilder
+from cbgen.data.prompts import PromptBuilder, check_first_rows
 from cbgen.data.readers import input_fraction, read_rows
 from cbgen.data.resume import Start, find_start, verify_output
 from cbgen.data.retry import RetryWriter
@@ -204,6 +204,7 @@ def _recover(plan: Plan, sidecar: Sidecar, reports: Reports) -> Start:
         sidecar.output.prepare(plan.restored_encoder(description))
     start = find_start(plan.config, plan.sources, sidecar, reports.note)
     if not sidecar.is_continued:
+        check_first_rows(start.head, plan.config.prompt)
         sidecar.output.prepare(plan.encoder(start.head))
         unknown = plan.unknown_columns(start.head)
         if unknown:

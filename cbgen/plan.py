@@ -13,7 +13,7 @@ from cbgen.config import RunConfig
 from cbgen.data.encoders import Encoder, declare_encoder, restore_encoder
 from cbgen.data.files import redact
 from cbgen.data.formats import RecordFormat
-from cbgen.data.prompts import compile_template
+from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import UsageError
@@ -100,8 +100,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     if config.output.append_message and config.sampling.get("n", 1) != 1:
         raise UsageError("--append-message adds one answer to each chat; it does not go with --n")
-    if config.prompt.template is not None:
-        compile_template(config.prompt.template)
+    check_prompt_config(config.prompt)
     sources = check_inputs(config.inputs, exclude=(config.output.path,))
     files = find_model(config.model.name, config.model.revision)
     params = resolve_params(config.sampling, sampling_defaults(files))

@@ -83,6 +83,8 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
         if name in _PARAMS and value is not None:
             if not (name == "max_tokens" and body.get("max_completion_tokens") is not None):  # the newer name wins
                 params[_PARAMS[name]] = value
+        elif name == "chat_template_kwargs" and isinstance(value, dict):
+            continue  # a common extension; goes to the template with the messages
         elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
             field = f"{name[:80]}={shown(value)}"
             raise RowFailure("invalid_request", f"{row.place}: body field {field} is not supported")
@@ -90,7 +92,7 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
     source = "messages" if form == "openai_chat" else "prompt"
     if body.get(source) is None:
         raise RowFailure("missing_prompt", f"{row.place}: body has no {source!r}")
-    return form, {source: body[source]}, params
+    return form, {name: body[name] for name in (source, "chat_template_kwargs") if name in body}, params
 
 
 def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[str, Any]:

@@ -168,7 +168,8 @@ class PromptBuilder:
             except Exception as error:
                 raise RowFailure("template_error", f"{place}: {_first_line(error)}") from error
         elif columns.get(messages_column) is not None:
-            draft.text = self._render_chat(check_messages(columns[messages_column], messages_column, place), place)
+            messages = check_messages(columns[messages_column], messages_column, place)
+            draft.text = self._render_chat(messages, self._template_variables(columns, place), place)
             draft.is_chat = True
         elif columns.get(prompt_column) is not None:
             self._take_prompt(draft, columns[prompt_column], prompt_column)
@@ -196,7 +197,23 @@ class PromptBuilder:
             kind = type(value).__name__
             raise RowFailure("wrong_type", f"{place}: {column!r} must be text or a list of token ids, not {kind}")
 
-    def _render_chat(self, messages: list[dict[str, Any]], place: str) -> str:
+    def _template_variables(self, columns: dict[str, Any], place: str) -> dict[str, Any]:
+        """The run's variables for the chat template, with the row's own on top, and its tools."""
+        own, tools = columns.get("chat_template_kwargs"), columns.get("tools")
+        if own is None and tools is None:
+            return self._config.chat_template_kwargs
+        variables = dict(self._config.chat_template_kwargs)
+        if isinstance(own, dict):
+            variables |= {name: value for name, value in own.items() if value is not None}
+            reserved = next((name for name in variables if name in _RESERVED_KWARGS), None)
+            if reserved is not None:
+                message = f"{place}: chat_template_kwargs cannot set {reserved!r}: {_RESERVED_KWARGS[reserved]}"
+                raise RowFailure("invalid_params", message)
+        if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+            variables["tools"] = tools
+        return variables
+
+    def _render_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any], place: str) -> str:
         config = self._config
         if config.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": config.system}, *messages]
@@ -215,7 +232,7 @@ class PromptBuilder:
                 tokenize=False,
                 add_generation_prompt=not going_on,
                 continue_final_message=going_on,
-                **config.chat_template_kwargs,
+                **variables,
             )
         except Exception as error:
             raise RowFailure("template_error", f"{place}: {_first_line(error)}") from error

@@ -268,7 +268,8 @@ def test_any_object_is_a_request_or_an_error_of_a_known_code(columns: dict[str, 
         return
     form, prompt, asked = result
     assert form in URLS.values()
-    assert list(prompt) in (["messages"], ["prompt"])
+    assert next(iter(prompt)) in ("messages", "prompt")
+    assert set(prompt) <= {"messages", "prompt", "chat_template_kwargs"}
     params = attempt(merge_params, SamplingParams(), asked)
     if isinstance(params, ValueError):
         assert str(params).split()[0] in asked, "a message begins with the parameter's name"

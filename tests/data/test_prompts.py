@@ -719,3 +719,19 @@ def test_broken_rows_say_nothing_about_the_columns() -> None:
     check_first_rows([row], PromptConfig())
     with pytest.raises(InputError, match="first 1 rows"):
         check_first_rows([row, make_row(1, a=1)], PromptConfig())
+
+
+def test_rows_bring_variables_and_tools_for_the_chat_template():
+    template = (
+        "{{ messages[0].content }}{{ '' if thinking else '!' }}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    )
+    options = {"tokenizer": ByteTokenizer(chat_template=template), "chat_template_kwargs": {"thinking": True}}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert text_of(chat, **options) == "a"
+    assert text_of({**chat, "chat_template_kwargs": {"thinking": False, "other": None}}, **options) == "a!"
+    assert text_of({**chat, "tools": [{"name": "f"}]}, **options) == "af"
+    assert text_of({**chat, "tools": "none of ours", "chat_template_kwargs": "neither"}, **options) == "a"
+    assert text_of(batch_line(**chat, chat_template_kwargs={"thinking": False}), **options) == "a!"
+    error = error_of({**chat, "chat_template_kwargs": {"tokenize": True}}, **options)
+    assert error.code == "invalid_params"
+    assert "tokenize" in error.message
