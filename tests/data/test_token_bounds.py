@@ -26,6 +26,14 @@ def byte_level(**options: object) -> Tokenizer:
     return tokenizer
 
 
+def without_controls() -> Tokenizer:
+    """Like SmolLM's: no token for some control characters, and for bytes that hardly occur."""
+    alphabet = [character for character in pre_tokenizers.ByteLevel.alphabet() if character not in "\u0100\u0104òñ"]
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(sorted(alphabet))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
 def byte_fallback() -> Tokenizer:
     vocabulary = {f"<0x{number:02X}>": number for number in range(256)} | {"▁": 256, "a": 257, "▁a": 258}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True, fuse_unk=True))
@@ -34,12 +42,28 @@ def byte_fallback() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [byte_level(), byte_fallback(), byte_level(normalizer=normalizers.NFC())], ids=["bytes", "spm", "nfc"]
+    "tokenizer",
+    [byte_level(), byte_fallback(), byte_level(normalizer=normalizers.NFC()), without_controls()],
+    ids=["bytes", "spm", "nfc", "without_controls"],
 )
 @pytest.mark.parametrize("seed", range(20))
 def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
-    pieces = ["the quick ", "\n", " ", "    ", "é", "e\u0301", "\u1100\u1161\u11a8", "你好", "\U0001f600", "\x00", "x"]
+    pieces = [
+        "the quick ",
+        "\n",
+        " ",
+        "    ",
+        "é",
+        "e\u0301",
+        "\u1100\u1161\u11a8",
+        "你好",
+        "\U0001f600",
+        "\x00",
+        "\x04",
+        "\U00050000",
+        "x",
+    ]
     text = "".join(rng.choices(pieces, k=200))
     bound = find_token_bound(Wrapped(tokenizer))
 
@@ -56,6 +80,14 @@ def test_tokens_that_swallow_blanks_take_the_bound_away() -> None:
     assert bound is not None
     assert bound.fewest_tokens("<end>" + " " * 1000) == 0
     assert bound.fewest_tokens(" " * 1000) > 0
+
+
+def test_characters_without_a_token_do_not_count() -> None:
+    tokenizer = without_controls()
+    bound = find_token_bound(Wrapped(tokenizer))
+
+    assert bound == TokenBound(1, dropped="\x00\x04")
+    assert bound.fewest_tokens("\x00\x04" * 100) == len(tokenizer.encode("\x00\x04" * 100).ids) == 0
 
 
 def test_long_added_token_counts() -> None:
