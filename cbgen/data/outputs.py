@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -57,11 +58,32 @@ def make_output(config: OutputConfig) -> Output:
             f"-o {path}: the output can be .jsonl, .jsonl.gz, .jsonl.zst, .parquet, or a directory of those"
         )
     remote = files.is_uri(path)
+    if remote and not urlsplit(path).netloc:
+        raise UsageError(f"-o {path} names no bucket; write it as s3://bucket/directory/")
+    if not remote:
+        _check_reachable(path)
     if path.endswith("/") or (not remote and os.path.isdir(path)):
         return PartsOutput(config)
     if not remote and os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"-o {path} is no regular file, so a stopped run could not be continued; name a .jsonl file")
     return FileOutput(config) if remote or form == "parquet" else LinesOutput(config)
+
+
+def _check_reachable(path: str) -> None:
+    """Whether there could be a file with this path.
+
+    Raises:
+        UsageError: there could not, as when it is too long, or a link in a circle.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UsageError(f"-o {path}: {error.strerror}") from error
+    target = os.path.realpath(path)
+    if os.path.islink(path) and (os.path.islink(target) or not os.path.isdir(os.path.dirname(target))):
+        raise UsageError(f"-o {path} is a link that leads nowhere; name a file")
 
 
 class Output(ABC):

@@ -20,6 +20,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from cbgen.errors import CbgenError, RefusedError, UsageError
 from cbgen.records import Row, Tally
 
 FORMAT_VERSION = 2
-_OURS = ("wal-*.jsonl", "state.json", "run.json", "summary.json", "marks", "published", "rows.jsonl*",
+_LOCKS = ("lock", "lease*")
+_OURS = ("wal-[0-9]*.jsonl", "state.json", "run.json", "summary.json", "marks", "published", "rows.jsonl*",
          "sealed-*.parquet", "*.tmp", ".*.new", "retry")  # fmt: skip
 
 
@@ -68,12 +70,13 @@ class Sidecar:
         made = _make_directories(output)
         locked = False
         try:
+            sidecar = cls(output, lock, config)
+            sidecar.check_foreign_files()
             try:
                 lock.acquire()
                 locked = True
             except OSError as error:
-                raise UsageError(f"cannot write beside {output.path}: {error.strerror}") from error
-            sidecar = cls(output, lock, config)
+                raise _cannot_write(output, error) from error
             if not config.overwrite:
                 output.adopt()
             if not sidecar.has_begun and not config.overwrite and output.holds_something():
@@ -98,6 +101,22 @@ class Sidecar:
     def is_continued(self) -> bool:
         """Whether an earlier run is taken up again."""
         return self.has_begun and not self._config.overwrite
+
+    def check_foreign_files(self) -> None:
+        """A new run clears its directory, which must therefore hold nothing but what runs leave there.
+
+        Raises:
+            RefusedError: it does, as may happen with --state-dir.
+        """
+        if self.is_continued:
+            return
+        names = sorted(path.name for path in self.directory.iterdir() if not path.name.startswith("."))
+        foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in (*_OURS, *_LOCKS))]
+        if foreign:
+            raise RefusedError(
+                f"{self.directory} keeps the state of the run, but holds other files ({foreign[0]!r}); choose "
+                "another --state-dir, or move them away"
+            )
 
     def begin(self, fingerprint: dict[str, Any], details: dict[str, Any]) -> None:
         """Everything is checked and loaded: from here on the output is ours. Does nothing when a run is continued.
@@ -214,12 +233,18 @@ class Sidecar:
 def _make_directories(output: Output) -> list[Path]:
     """Make the sidecar directory; the ones that were missing, to remove them should the run be refused."""
     directory = output.directory
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write beside {output.path}: {error.strerror}") from error
+        raise _cannot_write(output, error) from error
     return missing
+
+
+def _cannot_write(output: Output, error: OSError) -> UsageError:
+    if isinstance(error, FileExistsError):
+        return UsageError(f"cannot write beside {output.path}: {error.filename} is no directory; move it away")
+    return UsageError(f"cannot write beside {output.path}: {error.strerror}")
 
 
 def _remove_empty(directories: list[Path]) -> None:
