@@ -6,7 +6,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they give, above all on shared cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models threads cost more than they give
 
 
 @pytest.fixture(scope="session")
