@@ -29,6 +29,7 @@ from cbgen.options import (
     option,
     options,
     read_config,
+    read_text,
 )
 from cbgen.params import DEFAULT_MAX_TOKENS, PARAM_NAMES
 
@@ -50,9 +51,9 @@ def _text_or_file(value: str | None, option: str) -> str | None:
 
 def _file_text(path: str, option: str) -> str:
     try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option}: cannot read {path}: {error}") from error
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{option}: cannot read {path}: {getattr(error, 'strerror', error)}") from error
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class ErrorAllowance:
                 value = cls(0, float(text[:-1]) / 100 if text.endswith("%") else float(text))
         except ValueError:
             value = cls(-1)
-        if value.count < 0 or not 0 <= (value.fraction or 0) <= 1:
+        if not 0 <= value.count < 2**63 or not 0 <= (value.fraction or 0) <= 1:
             raise ValueError(f"{text!r} is neither a count such as 10 nor a fraction such as 0.01 or 1%")
         return value
 

@@ -37,6 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LARGEST = 2**63  # whole numbers are below it: they are stored as 64 bits
+_LARGEST_FILE = 16 << 20
 _FILE = "cbgen.config_file"  # key of the configuration file's name in click's context
 _brief = Repr()
 _brief.maxstring = _brief.maxother = 60
@@ -343,6 +344,20 @@ def _hint(key: Any, spellings: dict[str, Any]) -> str:
     return f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
 
 
+def read_text(path: str) -> str:
+    """A small text file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8, or too large to be what was meant.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(_LARGEST_FILE + 1)
+    if len(data) > _LARGEST_FILE:
+        raise ValueError(f"it is larger than {_LARGEST_FILE >> 20} MiB")
+    return data.decode("utf-8")
+
+
 def _load(path: str) -> dict[Any, Any]:
     """The file's mapping.
 
@@ -350,7 +365,7 @@ def _load(path: str) -> dict[Any, Any]:
         UsageError: it cannot be read, is not a mapping, or names a key twice.
     """
     try:
-        text = Path(path).read_text("utf-8-sig")
+        text = read_text(path).removeprefix("\ufeff")
         values = tomllib.loads(text) if path.lower().endswith(".toml") else _load_yaml(path, text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error

@@ -16,7 +16,7 @@ from cbgen.data.formats import RecordFormat
 from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
-from cbgen.errors import UsageError
+from cbgen.errors import ModelError, UsageError
 from cbgen.params import SamplingParams, merge_params
 from cbgen.records import Row
 
@@ -102,7 +102,10 @@ def make_plan(config: RunConfig) -> Plan:
         raise UsageError("--append-message adds one answer to each chat; it does not go with --n")
     check_prompt_config(config.prompt)
     sources = check_inputs(config.inputs, exclude=(config.output.path,))
-    files = find_model(config.model.name, config.model.revision)
+    try:
+        files = find_model(config.model.name, config.model.revision)
+    except OSError as error:
+        raise ModelError(f"--model {config.model.name}: {error.strerror or error}") from error
     params = resolve_params(config.sampling, sampling_defaults(files))
     return Plan(config, sources, files, params, _fingerprint(config, params, files))
 

@@ -34,6 +34,7 @@ _BATCH_ROWS = 4096
 _FRAME_BYTES = 8 << 20
 _GROUP_ROWS = 5_000
 _ANSWERS: tuple[Any, ...] = ("x", ["x"], [{"type": "text", "text": "x"}])
+_MOST_NESTED = 32  # a list takes two levels of the 100 that a Parquet schema may have
 _LARGEST_EXACT = 2**53  # whole numbers up to it are exact as doubles
 
 TakeColumns = Callable[[int, int], pa.Table]
@@ -262,22 +263,28 @@ def declare_columns(rows: list[dict[str, Any]], keep: tuple[str, ...] | None) ->
 def _common_type(values: list[Any]) -> pa.DataType | None:
     try:
         inferred = pa.infer_type(values) if values else pa.string()
-        kind = _without_nulls(inferred)
+        kind = _without_nulls(inferred, _MOST_NESTED)
     except (pa.ArrowException, OverflowError, ValueError, TypeError):
         return None
     return kind if all(fits(value, kind) for value in values) else None
 
 
-def _without_nulls(kind: pa.DataType) -> pa.DataType:
-    """The same type with text where only nulls were seen: nothing else can be said of those."""
+def _without_nulls(kind: pa.DataType, most_nested: int) -> pa.DataType:
+    """The same type with text where only nulls were seen: nothing else can be said of those.
+
+    Raises:
+        ValueError: Parquet cannot hold it.
+    """
+    if not most_nested:
+        raise ValueError("a type nested too deeply for Parquet's readers")
     if pa.types.is_null(kind):
         return pa.string()
     if pa.types.is_list(kind):
-        return pa.list_(_without_nulls(kind.value_type))
+        return pa.list_(_without_nulls(kind.value_type, most_nested - 1))
     if pa.types.is_struct(kind):
         if not kind.num_fields:
             raise ValueError("a struct without fields cannot be written")
-        return pa.struct([pa.field(field.name, _without_nulls(field.type)) for field in kind])
+        return pa.struct([pa.field(field.name, _without_nulls(field.type, most_nested - 1)) for field in kind])
     return kind
 
 

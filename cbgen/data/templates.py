@@ -52,12 +52,14 @@ def check_chat_template(text: str) -> None:
     """Parse a chat template as transformers will.
 
     Raises:
-        UsageError: it does not parse.
+        UsageError: it does not parse, or computes powers.
     """
     extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     try:
-        environment.parse(text)
+        power = next(environment.parse(text).find_all(nodes.Pow), None)
+        if power is not None:  # Jinja would compute constant ones at once, however large
+            raise UsageError(f"--chat-template cannot use ** (line {power.lineno})")
         environment.compile(text)
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"--chat-template does not parse: {error.message} (line {error.lineno})") from error
