@@ -194,6 +194,7 @@ class Journal:
                 if record.index >= head:
                     self._note(record, (segment, offset, len(line)))
                 offset += len(line)
+            os.fsync(file.fileno())  # whoever wrote it may have been killed before
 
     def _note(self, record: Record, place: _Place) -> None:
         self._places[record.index] = place

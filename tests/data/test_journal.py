@@ -331,3 +331,15 @@ def test_segment_is_synced_before_the_next_one_begins(tmp_path: Path, monkeypatc
     write(tmp_path, 0, 1, 2)
 
     assert len(synced) == 2
+
+
+def test_records_of_a_run_that_was_killed_are_synced_when_they_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0, 1)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+
+    Journal(tmp_path, 0).close()
+
+    assert synced == [str(tmp_path / "wal-000000.jsonl")]
