@@ -112,7 +112,7 @@ class Quick:
         self.asked: list[str] = []
         self.make_engine: Callable[[], FakeEngine] = lambda: self.engine()
         model = directory / "model"
-        model.mkdir(exist_ok=True)
+        model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text("{}")
 
     def engine(self, kind: type[FakeEngine] = FakeEngine, slots: int = 8, **attributes: Any) -> FakeEngine:

@@ -58,6 +58,9 @@ def make_output(config: OutputConfig) -> Output:
             f"-o {path}: the output can be .jsonl, .jsonl.gz, .jsonl.zst, .parquet, or a directory of those"
         )
     remote = files.is_uri(path)
+    if remote and urlsplit(path).scheme not in files.SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in files.SCHEMES)
+        raise UsageError(f"-o {files.redact(path)}: {urlsplit(path).scheme}:// is not known; known are {known}")
     if remote and not urlsplit(path).netloc:
         raise UsageError(f"-o {path} names no bucket; write it as s3://bucket/directory/")
     if not remote:

@@ -66,7 +66,9 @@ def choose_limits(loaded: LoadedModel, config: EngineConfig, free_bytes: int | N
     wanted = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
     if config.kv_cache_memory is None:
         free = _free_bytes(loaded.device) if free_bytes is None else free_bytes
-        budget = int(free * _USABLE_SHARE.get(kind, 0.5)) - _step_bytes(loaded, max_num_batched_tokens, max_num_seqs)
+        usable = int(free * _USABLE_SHARE.get(kind, 0.5))
+        _check_step_fits(loaded, max_num_batched_tokens, max_num_seqs, usable)
+        budget = usable - _step_bytes(loaded, max_num_batched_tokens, max_num_seqs)
     else:
         budget = config.kv_cache_memory
     num_blocks = min(wanted, max(budget, 0) // block_bytes)
@@ -103,17 +105,38 @@ def _context(loaded: LoadedModel, config: EngineConfig, notices: list[str]) -> i
     return config.max_model_len
 
 
+def _check_step_fits(loaded: LoadedModel, num_tokens: int, num_seqs: int, usable_bytes: int) -> None:
+    """Before anything of that size is tried.
+
+    Raises:
+        ModelError: it does not fit.
+    """
+    needed = _estimated_activations(loaded, num_tokens) + _logits_bytes(loaded, num_seqs)
+    if needed > usable_bytes:
+        raise ModelError(
+            f"a step of {num_tokens:,} tokens and {num_seqs:,} rows needs about {needed / 1e9:,.1f} GB, and "
+            f"{usable_bytes / 1e9:,.1f} GB are usable: lower --max-num-batched-tokens or --max-num-seqs, or free memory"
+        )
+
+
 def _step_bytes(loaded: LoadedModel, num_tokens: int, num_seqs: int) -> int:
     """Peak memory of one step beyond weights and KV cache: activations of the widest layer, and logits while sampling.
 
     Measured by running such a step on CUDA, where memory is what decides; estimated on CPU.
     """
-    item = loaded.dtype.itemsize
-    activations = num_tokens * (12 * loaded.hidden_size + 3 * loaded.intermediate_size) * item
-    logits = num_seqs * loaded.vocab_size * (item + 4 * 4)  # in the model's dtype, then float32 copies in the sampler
+    activations = _estimated_activations(loaded, num_tokens)
     if loaded.device.type == "cuda":
         activations = max(activations, _measured_activations(loaded, num_tokens))
-    return activations + logits
+    return activations + _logits_bytes(loaded, num_seqs)
+
+
+def _estimated_activations(loaded: LoadedModel, num_tokens: int) -> int:
+    return num_tokens * (12 * loaded.hidden_size + 3 * loaded.intermediate_size) * loaded.dtype.itemsize
+
+
+def _logits_bytes(loaded: LoadedModel, num_seqs: int) -> int:
+    """In the model's dtype, then float32 copies in the sampler."""
+    return num_seqs * loaded.vocab_size * (loaded.dtype.itemsize + 4 * 4)
 
 
 def _measured_activations(loaded: LoadedModel, num_tokens: int) -> int:

@@ -28,7 +28,7 @@ def test_with_plenty_of_memory_every_slot_can_hold_a_whole_context(loaded):
 def test_activations_and_logits_come_off_before_the_cache(loaded):
     wide = dataclasses.replace(loaded, hidden_size=10_000)
     narrow_blocks = choose_limits(loaded, EngineConfig(), free_bytes=30 * MB).num_blocks
-    with pytest.raises(ModelError, match="raise --kv-cache-memory"):
+    with pytest.raises(ModelError, match="lower --max-num-batched-tokens or --max-num-seqs, or free memory"):
         choose_limits(wide, EngineConfig(max_model_len=128), free_bytes=30 * MB)
     assert narrow_blocks > 0
 
