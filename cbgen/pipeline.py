@@ -10,6 +10,7 @@ take prompts while there is room, step the engine, put what finished, commit now
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import resource
@@ -60,7 +61,7 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
     clock = _Clock()
     with StopSignals() as signals, Reports(config.report, redact) as reports:
         if config.verify:
-            reports.note(verify_output(config))
+            reports.verified(verify_output(config))
             return EXIT_OK
         plan = make_plan(config)
         with Sidecar.open(config.output, tuple(source.path for source in plan.sources)) as sidecar:
@@ -105,7 +106,8 @@ def _write_rows(session: _Session, ready: _Ready | None) -> tuple[State, Job | N
     if start.failed and job is not None and ready is not None:
         with RetryWriter(sidecar, state, start.failed) as retry:
             job.writer = retry
-            rows = (row for row in read_rows(plan.sources) if row.index in start.failed)
+            before = itertools.islice(read_rows(plan.sources), max(start.failed) + 1)
+            rows = (row for row in before if row.index in start.failed)
             _feed(session, job, ready.prompt_builder, rows)
             if rules.stop is not None:
                 retry.commit()

@@ -17,6 +17,7 @@ from cbgen.errors import ROW_ERROR_CODES, CbgenError, RowError, RowFailure
         ("CbgenError", 1),
         ("UsageError", 2),
         ("InputError", 2),
+        ("BrokenInputError", 1),
         ("RefusedError", 4),
         ("ModelError", 5),
         ("Stopped", 75),
@@ -24,6 +25,11 @@ from cbgen.errors import ROW_ERROR_CODES, CbgenError, RowError, RowFailure
 )
 def test_exception_carries_its_exit_code(name: str, code: int) -> None:
     assert getattr(errors, name)("why").exit_code == code
+
+
+def test_a_stop_may_carry_the_code_of_its_reason() -> None:
+    assert errors.Stopped("too many errors", exit_code=errors.EXIT_ROW_ERRORS).exit_code == 3
+    assert errors.Stopped("why").exit_code == 75
 
 
 def test_exit_codes_that_are_no_exceptions() -> None:

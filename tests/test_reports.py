@@ -109,6 +109,16 @@ def test_a_run_with_nothing_to_do_is_done_too(quick):
     assert records(outcome)[-1]["resumed_rows"] == 12
 
 
+def test_an_output_that_is_verified_is_a_record(quick):
+    quick.run()
+    outcome = quick.run("--json", "--verify")
+    (record,) = records(outcome)
+    assert (outcome.code, record["type"]) == (0, "verified")
+    assert record["message"] in outcome.stderr
+    quick.path("out.jsonl").write_text("edited")
+    assert kinds(quick.run("--json", "--verify")) == ["error"]
+
+
 def test_stdout_is_empty_unless_asked_for(quick):
     assert quick.run().stdout == ""
     outcome = quick.run(output="-")

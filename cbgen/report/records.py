@@ -2,8 +2,9 @@
 
     {"type": "start", "version": 1, ...}    once the settings in force are known
     {"type": "progress", "rows": 12, ...}   at intervals
-    {"type": "done", ...}                   the summary, or
-    {"type": "error", "exit_code": 4, "message": "..."}
+    {"type": "done", ...}                   the summary; of a run that was stopped, too
+    {"type": "error", "exit_code": 4, "message": "..."}     why it was stopped, broke, or did not begin
+    {"type": "verified", "message": "..."}  all that a run with --verify has to say, unless it is an error
 
 Enters: values of the run. Nothing here decides anything, and a reader that went away does not end the run.
 """
@@ -48,6 +49,10 @@ class JsonRecords:
     def done(self, summary: dict[str, Any]) -> None:
         """The summary of a run that came to its end."""
         self._write({"type": "done", **summary})
+
+    def verified(self, message: str) -> None:
+        """An output was found intact."""
+        self._write({"type": "verified", "message": message})
 
     def error(self, exit_code: int, message: str) -> None:
         """Why a run ended early or did not begin."""

@@ -48,6 +48,12 @@ class Reports:
         if self._records is not None:
             self._records.start(settings)
 
+    def verified(self, text: str) -> None:
+        """An output was found intact."""
+        self.note(text)
+        if self._records is not None:
+            self._records.verified(text)
+
     def row_failed(self, file: str, line: int | None, code: str, message: str) -> None:
         """A row that became an error."""
         if self._github is not None:
