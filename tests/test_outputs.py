@@ -255,6 +255,23 @@ def test_chats_of_parquet_that_cannot_take_an_answer_are_refused_before_the_mode
     assert not quick.path("out.parquet.cbgen").exists()
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "parts/"])
+def test_failed_chats_of_parquet_are_tried_again_and_columns_stay_exact(quick, output):
+    times = pa.array([1700000000123456789 + number for number in range(9)], pa.timestamp("ns"))
+    chats = [chat(f"q{number}~" if number % 4 == 0 else f"q{number}") for number in range(9)]
+    pq.write_table(pa.table({"messages": chats, "time": times}), quick.path("in.parquet"))
+    options = (quick.path("in.parquet"), "--append-message", "--format", "parquet", "--rows-per-part", "2")
+    assert quick.run(*options, output=output).code == 3
+    before = pq.read_table(quick.path(output))
+    pq.write_table(pa.table({"messages": [chat(f"q{n}") for n in range(9)], "time": times}), quick.path("in.parquet"))
+    assert quick.run(*options, "--retry-errors", output=output).code == 0
+    assert sorted(quick.asked) == [f"[user]q{number}>" for number in (0, 4, 8)]
+    after = pq.read_table(quick.path(output))
+    assert after.schema.equals(before.schema)
+    assert after.column("time").combine_chunks().equals(times)
+    assert after.column("messages").to_pylist() == [chat(f"q{number}", f"re:q{number}") for number in range(9)]
+
+
 def test_answers_are_not_added_where_there_are_several(quick):
     quick.write([{"messages": chat("hi")}])
     outcome = quick.run("--append-message", "--n", "2")

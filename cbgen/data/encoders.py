@@ -160,8 +160,8 @@ class ParquetEncoder(Encoder):
 
     def decode(self, first_row: int, path: Path) -> Iterator[bytes]:
         kept = None if self._take is None else list(self._config.result_fields)
-        if kept is not None and self._config.append_message:
-            kept += [name for name in self._columns.names if name not in kept]
+        if kept is not None and self._config.append_message and self._config.messages_column in self._columns.names:
+            kept.append(self._config.messages_column)
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH_ROWS, columns=kept):
                 for record in batch.to_pylist():
