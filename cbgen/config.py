@@ -133,6 +133,12 @@ class OutputConfig:
     def __post_init__(self) -> None:
         if self.rows_per_part < 1:
             raise UsageError(f"--rows-per-part must be at least 1, not {self.rows_per_part}")
+        clash = next((name for name in self.keep or () if name in self.result_fields), None)
+        if clash is not None:
+            raise UsageError(
+                f"--keep {clash}: the output has a result field of this name; set --result-prefix so that result "
+                "fields get other names"
+            )
         if self.retry_errors and self.overwrite:
             raise UsageError("--retry-errors and --overwrite exclude each other")
 

@@ -49,12 +49,13 @@ class Source:
 
     @property
     def name(self) -> str:
-        if self.label:
-            return self.label
-        return "stdin" if self.path == STDIN else files.base_name(self.path)
+        """What rows and messages call it; always text, whatever bytes the file's name has."""
+        name = self.label or ("stdin" if self.path == STDIN else files.base_name(self.path))
+        return name.encode("utf-8", "backslashreplace").decode()
 
     @property
     def shown(self) -> str:
+        """The path without credentials."""
         return "stdin" if self.path == STDIN else files.redact(self.path)
 
     @property

@@ -59,15 +59,19 @@ class Tape:
         self._file = -1
         self._pending: list[bytes] = []  # of a frame that is not written yet
         self._pending_bytes = 0
+        self._noted = 0  # size at the last mark
 
     def open(self, mark: Mark) -> None:
         """Go on behind `mark`; the file was already cut to it."""
         self.mark = mark
+        self._noted = mark.num_bytes
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sync_directory(self.path.parent)  # or a power cut takes a new file away with everything in it
 
     def append(self, lines: list[bytes]) -> None:
-        """Write lines, each without its line end."""
+        """Write lines, each without its line end; none at all still make an empty file a readable one."""
+        if not lines and (self.mark.num_bytes or self._pending):
+            return
         data = b"".join([line + b"\n" for line in lines])
         if self.codec is None:
             self._write(data)
@@ -83,14 +87,16 @@ class Tape:
         self._end_frame()
         os.fsync(self._file)
         mark = self.mark = replace(self.mark, mtime_ns=os.stat(self._file).st_mtime_ns)
-        if self._marks is not None:
+        if self._marks is not None and mark.num_bytes != self._noted:
             note_mark(self._marks, mark)
+            self._noted = mark.num_bytes
         return mark
 
     def clear(self) -> None:
         """Empty the tape: its rows are safe elsewhere."""
         os.truncate(self._file, 0)
         self.mark = Mark()
+        self._noted = 0
 
     def close(self) -> None:
         if self._file >= 0:
