@@ -41,8 +41,8 @@ check: lint types test ## everything that CI runs
 parity: setup ## the demo model against transformers.generate in every batch shape
 	$(BIN)/python -m pytest -m slow -s tests/engine/test_parity_demo.py $(ARGS)
 
-chaos: setup ## thirty kills of one job on the demo model
-	$(BIN)/python -m pytest -m slow -s tests/test_crash.py $(ARGS)
+chaos: setup ## 200 kills, 100 power cuts, rivals, signals and full disks on every kind of output; minutes
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 field-cases: setup ## 110 failures that people reported, with their right answers
 	$(BIN)/python -m tests.field_cases $(ARGS)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import crash_driver
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -41,7 +43,7 @@ def end(process, seconds=600):
 
 def finished(directory):
     log = directory / "log"
-    return log.read_text().split("\n")[:-1] if log.exists() else []
+    return crash_driver.finished(log.read_text().split("\n")[:-1]) if log.exists() else []
 
 
 def wait_for_rows(process, directory, num_rows, seconds=60):
@@ -121,3 +123,17 @@ def test_a_second_run_on_the_same_output_is_refused_at_once(tmp_path, chain_mode
     assert f"another run is writing out.jsonl (pid {first.pid}" in errors
     first.kill()
     end(first)
+
+
+def test_chaos_in_short(tmp_path):
+    """25 kills, 10 power cuts, rivals, signals and full disks on every kind of output; `make chaos` is ten times it."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--short"],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.endswith("no difference\n")

@@ -110,6 +110,8 @@ class OutputLock:
         else:
             self._write_lease()
         self._owns_lease = True
+        for left in self._lease.parent.glob("lease.*.tmp"):  # of holders that were killed while they wrote
+            left.unlink(missing_ok=True)
 
     def _is_dead(self, holder: dict[str, object] | None) -> bool:
         if holder is not None and holder.get("host") == socket.gethostname():
@@ -149,8 +151,9 @@ class OutputLock:
 def _lives(holder: dict[str, object]) -> bool:
     """Whether the process that wrote a lease still runs; another one may have got its number since."""
     try:
-        started = psutil.Process(int(str(holder["pid"]))).create_time()
-        return abs(started - float(str(holder["started"]))) < _CLOCK_SECONDS
+        process = psutil.Process(int(str(holder["pid"])))
+        is_same = abs(process.create_time() - float(str(holder["started"]))) < _CLOCK_SECONDS
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, KeyError):
         return False
 

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -244,3 +245,26 @@ def test_run_that_was_taken_over_stops_before_it_writes_again(tmp_path: Path, mo
     with pytest.raises(RefusedError, match="pid 9 on elsewhere"):
         work(config, rows, commit_share=1)
     assert read(config) == before
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_holder_that_nobody_has_buried_is_dead(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    assert process.pid is not None
+    write_lease(tmp_path, pid=process.pid, started=psutil.Process(process.pid).create_time())
+    assert f"(pid {process.pid} on {HERE})" in refused(tmp_path, 60)
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    with held(tmp_path, 60):
+        assert lease(tmp_path)["pid"] == os.getpid()
+    process.join()
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_what_a_killed_holder_was_writing_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "lease.123.tmp").write_bytes(b"{")
+
+    with held(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lease.json", "lock"]
