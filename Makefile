@@ -43,6 +43,7 @@ parity: setup ## the demo model against transformers.generate in every batch sha
 
 chaos: setup ## 200 kills, 100 power cuts, rivals, signals and full disks on every kind of output; minutes
 	$(BIN)/python -m tests.chaos $(ARGS)
+	$(BIN)/python -m pytest -m slow -s tests/test_crash.py
 
 field-cases: setup ## 110 failures that people reported, with their right answers
 	$(BIN)/python -m tests.field_cases $(ARGS)
