@@ -205,14 +205,15 @@ def _recover(plan: Plan, sidecar: Sidecar, reports: Reports) -> Start:
     if description is not None:
         sidecar.output.prepare(plan.restored_encoder(description))
     start = find_start(plan.config, plan.sources, sidecar, reports.note)
+    if not start.state.rows:
+        sidecar.output.prepare(plan.encoder(start.head))
     if not sidecar.is_continued:
         check_first_rows(start.head, plan.config.prompt)
-        sidecar.output.prepare(plan.encoder(start.head))
         unknown = plan.unknown_columns(start.head)
         if unknown:
             reports.note(
-                f"--keep names {', '.join(map(repr, unknown))}, which none of the first {len(start.head):,} rows has; "
-                "rows without it hold null"
+                f"--keep names {', '.join(map(repr, unknown))}, which none of the first rows has; rows without it "
+                "hold null"
             )
     return start
 

@@ -5,6 +5,7 @@ Enters: a `RunConfig`. Leaves: a `Plan`, or the first thing that cannot be right
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from cbgen.data.encoders import Encoder, declare_encoder, restore_encoder
 from cbgen.data.files import redact
 from cbgen.data.formats import RecordFormat
 from cbgen.data.prompts import check_prompt_config
-from cbgen.data.readers import Source, check_inputs
+from cbgen.data.readers import Source, check_inputs, read_rows
+from cbgen.data.resume import PEEK_ROWS
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import ModelError, UsageError
 from cbgen.params import SamplingParams, merge_params
@@ -53,6 +55,9 @@ class Plan:
         Raises:
             InputError: the columns of the input cannot be declared.
         """
+        if self.config.limit is not None and not any(source.is_stream for source in self.sources):
+            # A trial of a few rows, or of none, is to declare what the whole run would.
+            first_rows = list(itertools.islice(read_rows(self.sources), PEEK_ROWS))
         columns = [row.columns for row in first_rows if row.error is None]
         return declare_encoder(self.config.output, self.sources, columns, self.params.n)
 

@@ -62,7 +62,7 @@ def test_kept_columns_are_in_every_record_in_the_order_asked_for(quick, output):
         (None, None, None),
         (7, None, 4),
     ]
-    assert "--keep names 'zz', which none of the first 4 rows has" in outcome.stderr
+    assert "--keep names 'zz', which none of the first rows has; rows without it hold null" in outcome.stderr
     assert [results(row) for row in rows[:2]] == [("re:a", "stop", None), ("re:b", "stop", None)]
     assert [results(row)[2] for row in rows[2:]] == ["invalid_json", "missing_prompt"]
 
@@ -556,7 +556,7 @@ def test_a_higher_limit_goes_on_and_a_lower_one_changes_nothing(quick, output, l
         fresh = max(0, (12 if limit is None else limit) - done)
         assert len(quick.asked) == fresh
         done += fresh
-        if done and limits[0]:  # the first rows say which columns a table has
+        if done:
             assert ids(read(quick.path(output))) == list(range(done))
 
 
@@ -568,6 +568,19 @@ def test_an_input_that_grows_is_continued(quick, output):
         assert len(quick.asked) == fresh - size
         rows = read(quick.path(output))
         assert [row["completion"] for row in rows] == [f"re:p{number}" for number in range(1, fresh + 1)]
+        assert ids(rows) == list(range(1, fresh + 1))
+
+
+def test_columns_are_declared_from_rows_beyond_the_limit(quick):
+    quick.write([{"prompt": "a", "x": None}, {"prompt": "b"}, {"prompt": "c", "x": 1, "y": [1.5]}])
+    for limit in (0, 1, 3):
+        assert quick.run("--limit", limit, output="out.parquet").code == 0
+        schema = pq.read_schema(quick.path("out.parquet"))
+        assert [(name, str(schema.field(name).type)) for name in schema.names[:3]] == [
+            ("prompt", "string"),
+            ("x", "int64"),
+            ("y", "list<element: double>"),
+        ]
 
 
 def test_parts_hold_fixed_row_ranges_and_full_ones_never_change(quick):
@@ -627,3 +640,16 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(quick, options, out
     assert says in outcome.message
     assert "\n" not in outcome.message
     assert sorted(quick.directory.rglob("*")) == before
+
+
+# -- parts of every form ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_parts_of_every_form(quick, form):
+    quick.write([{"prompt": f"p{number}", "id": number} for number in range(7)])
+    assert quick.run("--format", form, "--rows-per-part", "3", output="parts/").code == 0
+    parts = sorted(quick.path("parts").glob("part-*"))
+    assert [path.name for path in parts] == [f"part-{number:06d}.{form}" for number in range(3)]
+    assert [ids(read(path)) for path in parts] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert quick.run("--format", form, "--rows-per-part", "3", "--verify", output="parts/").code == 0

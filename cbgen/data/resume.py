@@ -20,7 +20,7 @@ from cbgen.data.state import State, add_row
 from cbgen.errors import InputError, RefusedError
 from cbgen.records import Position, Row
 
-_PEEK_ROWS = 100
+PEEK_ROWS = 100
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class _Rescan:
 
 def _peeked(start: Start, result_fields: tuple[str, ...]) -> Start:
     """Look at the first rows: is there one at all, and does a column carry the name of a result field?"""
-    start.head = list(itertools.islice(start.rows, _PEEK_ROWS))
+    start.head = list(itertools.islice(start.rows, PEEK_ROWS))
     for row in [] if start.state.rows else start.head:  # later ones are row errors, as they are in an unbroken run
         if is_batch_line(row.columns):
             continue

@@ -119,13 +119,19 @@ class Sidecar:
             )
 
     def begin(self, fingerprint: dict[str, Any], details: dict[str, Any]) -> None:
-        """Everything is checked and loaded: from here on the output is ours. Does nothing when a run is continued.
+        """Everything is checked and loaded: from here on the output is ours. When a run is continued, only columns that
+        are declared anew, as may be before the first row, are noted.
 
         With `overwrite`, the old output becomes a backup now and not before.
         """
         if self.is_continued:
+            before = self.details()
+            if before.get("encoder") != details.get("encoder"):
+                with named_disk_errors(self.output):
+                    before.pop("check")
+                    self._write_run({**before, "encoder": details.get("encoder")})
             return
-        document = dumps({"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details})
+        document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **details}
         with named_disk_errors(self.output):
             # run.json goes first: should we be killed, what is left is not taken for a run to continue.
             (self.directory / "run.json").unlink(missing_ok=True)
@@ -134,8 +140,11 @@ class Sidecar:
             for pattern in _OURS:
                 for path in self.directory.glob(pattern):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            replace_file(self.directory / "run.json", with_check(document))
-            self.output.share("run.json")
+            self._write_run(document)
+
+    def _write_run(self, document: dict[str, Any]) -> None:
+        replace_file(self.directory / "run.json", with_check(dumps(document)))
+        self.output.share("run.json")
 
     def details(self) -> dict[str, Any]:
         """run.json of the run that is continued; empty for a new one.
