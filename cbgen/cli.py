@@ -341,6 +341,16 @@ def _spread(numbers: list[Number], count: int) -> list[Number]:
 def main(arguments: Iterable[str] | None = None) -> None:
     """Entry point: errors become one message on stderr and the exit code of their class."""
     try:
+        _call(arguments)
+    except KeyboardInterrupt:  # once more, while people were told of the first one
+        sys.exit(EXIT_SECOND_SIGNAL)
+    finally:
+        _settle(sys.stdout)
+        _settle(sys.stderr)
+
+
+def _call(arguments: Iterable[str] | None) -> None:
+    try:
         cli.main(list(arguments) if arguments is not None else None, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
@@ -358,9 +368,6 @@ def main(arguments: Iterable[str] | None = None) -> None:
         failure = _as_failure(error)
         _complain(str(failure))
         sys.exit(failure.exit_code)
-    finally:
-        _settle(sys.stdout)
-        _settle(sys.stderr)
 
 
 def _complain(message: str) -> None:

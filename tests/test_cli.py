@@ -348,6 +348,14 @@ def test_a_fault_of_ours_is_one_sentence_with_its_place(monkeypatch, capsys):
     assert json.loads(out)["message"] == err.removeprefix("cbgen: ").rstrip()
 
 
+def test_an_interrupt_while_the_message_is_printed_is_a_second_one(monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cbgen.cli._complain", fail)
+    assert run("--limit", "x") == 130
+
+
 def test_a_message_cannot_steer_the_terminal(configs, capsys):
     assert run("--template", "@\x1b[2J") == 2
     assert "\\x1b[2J" in capsys.readouterr().err
