@@ -86,13 +86,13 @@ class Amounts:
         phases = [f"kill {phase}" for phase in PHASES]
         events = [phases[number % len(phases)] for number in range(self.kills)]
         events += [f"power {PHASES[number % len(PHASES)]}" for number in range(self.power_cuts)]
-        events += ["rival"] * self.rivals + ["SIGTERM", "SIGUSR1"] * self.signals
+        events += ["rival", "twins"] * self.rivals + ["SIGTERM", "SIGUSR1"] * self.signals
         events += ["disk"] * self.full_disks + ["retry"] * self.retries + ["real"] * self.real
         rng.shuffle(events)
         return events
 
 
-FULL = Amounts(rows=600, kills=40, power_cuts=20, rivals=3, signals=3, full_disks=4, retries=2, real=2)
+FULL = Amounts(rows=600, kills=40, power_cuts=20, rivals=6, signals=6, full_disks=8, retries=4, real=3)
 SHORT = Amounts(rows=200, kills=5, power_cuts=2, rivals=1, signals=1, full_disks=1, retries=1, real=0)
 
 
@@ -311,6 +311,7 @@ class Job:
         else:
             happened = {
                 "rival": self._rival,
+                "twins": self._twins,
                 "SIGTERM": self._terminate,
                 "SIGUSR1": self._commit_and_kill,
                 "disk": self._fill_disk,
@@ -318,8 +319,7 @@ class Job:
                 "real": self._kill_real,
             }[name]()
         if happened:
-            self.counts[name] += 1
-            self.counts[event] += 1
+            self.counts.update({name, event})
         return happened
 
     def _kill(self, phase: str) -> bool:
@@ -375,6 +375,22 @@ class Job:
         time.sleep(self.rng.random() * 0.02)
         process.kill()
         self.follow()
+        return True
+
+    def _twins(self) -> bool:
+        """Two that begin at the same time: one of them writes, the other one is refused."""
+        process = self.start()
+        time.sleep(self.rng.random() * 0.05)
+        stderr = process.stderr
+        twin = self._beside()
+        other = Process(twin, self.arguments())
+        codes = sorted((process.wait(), other.wait()))
+        self.follow()
+        twin.safe = self.safe
+        twin.follow()
+        if codes not in ([3, 4], [3, 3]):  # the second when the first had ended before
+            raise Difference(f"two runs at once ended with {codes}: {stderr.read_text()} {other.errors()}")
+        self.is_done = True
         return True
 
     def _beside(self) -> Job:
@@ -469,7 +485,7 @@ class Rival(Job):
 
     @property
     def log(self) -> Path:
-        return self.directory.parent / "rival.log"
+        return self.directory.parent / f"{self.directory.name}-rival.log"
 
 
 # -- everything -------------------------------------------------------------------------------------------------------
@@ -572,7 +588,7 @@ def enter_namespace() -> None:
 
 
 COLUMNS = (
-    *("jobs", "kill", "power", "torn files", "rival", "SIGTERM", "SIGUSR1", "disk", "retry", "real"),
+    *("jobs", "kill", "power", "torn files", "rival", "twins", "SIGTERM", "SIGUSR1", "disk", "retry", "real"),
     *("rows", "again", "differences"),
 )
 

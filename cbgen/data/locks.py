@@ -74,12 +74,13 @@ class OutputLock:
         Raises:
             RefusedError: another run took the lease over because it believed this one dead.
         """
-        if not self._owns_lease or time.monotonic() < self._next_beat:
+        if not self._owns_lease:
             return
         holder = self._read_lease()
         if holder is not None and not self._is_ours(holder):
             raise self._refusal(_describe(holder))
-        self._write_lease()
+        if holder is None or time.monotonic() >= self._next_beat:
+            self._write_lease()
 
     def release(self, *, remove: bool) -> None:
         """Let go; `remove` deletes the files too."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cbgen.config import OutputConfig
+from cbgen.data.outputs import FileOutput, Output, PartsOutput
 from cbgen.data.writers import OrderedWriter
 from cbgen.errors import CbgenError, InputError, RefusedError
 from tests.data.machine import fast_directory, machine
@@ -129,6 +130,37 @@ def outcome(job: Command, expected: list[dict[str, Any]]) -> str:
         return f"raised {type(error).__name__}: {error}"
     rows = job.decoded()
     return "" if rows == expected else f"holds {[row for row in rows if row not in expected]} among {len(rows)} rows"
+
+
+def test_any_edit_of_any_file_while_a_retry_takes_effect_leaves_old_or_new_rows(tmp_path: Path, kind: str) -> None:
+    """Between the commit that announces the rewritten rows and their move into place."""
+    job = Command(tmp_path / "job", kind, PROMPTS)
+    job.run()
+    old = job.decoded()
+    job.fails = False
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError):
+        patch.setattr(Output, "end_swap", lambda *_: 1 / 0)
+        patch.setattr(PartsOutput, "end_swap", lambda *_: 1 / 0)
+        patch.setattr(FileOutput, "end_swap", lambda *_: 1 / 0)
+        job.run(retry_errors=True)
+    copied(tmp_path / "swap", job.directory)
+    job.run()
+    new = job.decoded()
+    assert [row["completion"] for row in new] == [f"re:{prompt}" for prompt in PROMPTS]
+    wrong: list[str] = []
+    copied(job.directory, tmp_path / "swap")
+    paths = [file.relative_to(job.directory) for file in job.files if file.suffix != ".new"]
+    for path in paths:
+        for how in [*EDITS, "deleted"]:
+            copied(job.directory, tmp_path / "swap")
+            if how == "deleted":
+                (job.directory / path).unlink()
+            elif not edit(job.directory / path, how):
+                continue
+            fault = outcome(job, new) and outcome(job, old)
+            if fault:
+                wrong.append(f"{path} {how}: {fault}")
+    assert not wrong, f"{len(wrong)} outcomes:\n" + "\n".join(wrong)
 
 
 def test_verify_finds_every_edit_of_what_was_committed(tmp_path: Path, kind: str) -> None:
