@@ -2,12 +2,15 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cbgen.config import ErrorAllowance, StopConfig
@@ -367,6 +370,77 @@ def test_a_full_disk_ends_the_run_and_nothing_is_lost(quick, monkeypatch, owner,
     assert outcome.message.startswith(f"cannot write {quick.path('out.jsonl')}: No space left on device (")
     assert "\n" not in outcome.message
     check_the_rest(quick, num_kept)
+
+
+# -- all of it, in any order ------------------------------------------------------------------------------------------
+
+
+def varied_rows(rng):
+    rows = []
+    for number in range(rng.choice([3, 30, 120])):
+        row = {"id": number, "prompt": f"p{number}{rng.choice(['', '', '', '~'])}"}
+        if rng.random() < 0.2:
+            row = {"messages": [{"role": "user", "content": f"m{number}"}]}
+        if rng.random() < 0.3:
+            row["x"] = rng.choice([1, "text", None, 1.5, [1], {"a": 1}])
+        if rng.random() < 0.1:
+            row["sampling_params"] = {"n": rng.choice([1, 2])}
+        rows.append(row if rng.random() > 0.05 else "{cut")
+    return rows
+
+
+def one_stop(rng, quick, *options, output):
+    """A run that stops, ends at a limit, or breaks; its exit code."""
+    kind = rng.choice(["tokens", "limit", "fault", "signal"])
+    if kind == "tokens":
+        options = (*options, "--max-output-tokens", rng.choice([1, 40, 200]), "--grace", rng.choice([0, 9]))
+    elif kind == "limit":
+        options = (*options, "--limit", rng.randrange(40))
+    else:
+        at = rng.randrange(1, 9)
+
+        def before_step(step):
+            if step == at and kind == "fault":
+                raise RuntimeError("as planned")
+            if step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        use_engine(quick, num_steps=2, before_step=before_step)
+    outcome = quick.run(*options, output=output)
+    use_engine(quick, num_steps=2)
+    assert "internal fault" not in outcome.message or "as planned" in outcome.message
+    return outcome.code
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_any_sequence_of_stops_ends_in_the_same_output(tmp_path, seed, form):
+    rng = random.Random(f"{seed} {form}")
+    quick = Quick(tmp_path)
+    quick.write(varied_rows(rng))
+    use_engine(quick, num_steps=2)
+    options = ["--format", form, "--rows-per-part", rng.choice([1, 3, 10, 100])]
+    for more in (["--source"], ["--token-ids"], ["--result-prefix", "g_"], ["--keep", "id,x"], ["--append-message"]):
+        options += more if rng.random() < 0.3 else []
+    end = rng.choice(["", "/"])
+    code = quick.run(*options, output=f"whole{end}").code
+    for _ in range(6):
+        assert one_stop(rng, quick, *options, output=f"out{end}") in (0, 1, 3, 75)
+    assert quick.run(*options, output=f"out{end}").code == code
+    assert read(quick.path("out")) == read(quick.path("whole"))
+    for option in ("--verify", "--retry-errors", "--verify"):
+        assert quick.run(*options, option, output=f"out{end}").code == (0 if option == "--verify" else code)
+    assert read(quick.path("out")) == read(quick.path("whole"))
+
+
+def read(path):
+    """What every file of an output holds; of compressed ones, where frames end depends on when they were committed."""
+    if path.is_dir():
+        return {part.name: read(part) for part in path.glob("part-*")}
+    if path.read_bytes()[:4] == b"PAR1":
+        return pq.read_table(path).to_pydict()
+    codec = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}.get(path.read_bytes()[:2])
+    return pa.input_stream(str(path), compression=codec).read()
 
 
 # -- the rules alone --------------------------------------------------------------------------------------------------
