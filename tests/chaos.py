@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -41,7 +42,9 @@ from tests import crash_driver
 REPOSITORY = Path(__file__).parent.parent
 SECONDS = 60.0  # no run takes longer
 PHASES = ("start", "rows", "mid", "seal", "finish")
-NOT_IN_SPACE = ("mount", "namespace")
+_LOG_BYTES = 1 << 20  # of one run, at most
+_ATTEMPTS = 30  # to place the same mishap
+_MOUNTED = ("mount", "namespace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +230,27 @@ class Job:
     generated: Counter[int] = field(default_factory=Counter)
     is_done: bool = False
     process: Process | None = None
-    _read_bytes: int = 0
+    _reader: int = -1
+    _rest: bytes = b""
     _synced: dict[int, int] = field(default_factory=dict)
     _committed: set[int] = field(default_factory=set)
     _phases: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.log.unlink(missing_ok=True)
+        os.mkfifo(self.log)  # no limit on file sizes holds for it
+        self._reader = os.open(self.log, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _LOG_BYTES)
+
     @property
     def log(self) -> Path:
         return self.directory.parent / f"{self.directory.name}.log"
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        if self.process is not None:
+            self.process.kill()
+        os.close(self._reader)
 
     def arguments(self, *more: str) -> list[str]:
         """Of the command."""
@@ -251,15 +267,11 @@ class Job:
 
     def follow(self) -> None:
         """Read the news from the log, and see that nothing was done twice."""
-        if not self.log.exists():
-            return
-        with self.log.open("rb") as file:
-            file.seek(self._read_bytes)
-            news = file.read()
-        whole = news[: news.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.decode().splitlines():
-            self._take(line)
+        with contextlib.suppress(BlockingIOError):
+            while news := os.read(self._reader, 1 << 20):
+                *lines, self._rest = (self._rest + news).split(b"\n")
+                for line in lines:
+                    self._take(line.decode())
 
     def _take(self, line: str) -> None:
         word, *rest = line.split(" ")
@@ -366,8 +378,10 @@ class Job:
             return self._ended(process)
         process.send(signal.SIGSTOP)  # so that it is there for as long as the rival needs to see it
         stderr, phases = process.stderr, list(self._phases)
-        rival = Process(self._beside(), self.arguments())
+        beside = self._beside()
+        rival = Process(beside, self.arguments())
         code, errors = rival.wait(), rival.errors()
+        beside.close()
         if code != 4 or "another run is writing" not in errors:
             raise Difference(f"a second run ended with {code}: {errors[-500:]}")
         process.stderr, self._phases = stderr, phases
@@ -388,6 +402,7 @@ class Job:
         self.follow()
         twin.safe = self.safe
         twin.follow()
+        twin.close()
         if codes not in ([3, 4], [3, 3]):  # the second when the first had ended before
             raise Difference(f"two runs at once ended with {codes}: {stderr.read_text()} {other.errors()}")
         self.is_done = True
@@ -500,11 +515,13 @@ class Chaos:
         self._amounts = amounts
         self._rng = random.Random(seed)
         self._disk = disk
+        self._missed: Counter[str] = Counter()
         self.results: dict[str, Counter[str]] = {}
 
     def torment(self, kind: Kind) -> list[str]:
         """Everything that is to happen to a kind; what was wrong."""
         counts = self.results[kind.name] = Counter()
+        self._missed.clear()
         with self._job(kind, counts, "unbroken") as job:
             job.complete()
             expected = job.content()
@@ -538,16 +555,16 @@ class Chaos:
             if not job.suffer(event):
                 missed.append(event)
                 job.counts["ended before"] += 1
-        if len(happened) == len(missed) == 1:  # not even in a job of its own: no endless attempts
-            job.counts["given up"] += 1
-        else:
-            events[:0] = missed
+        for event in missed:
+            self._missed[event] += 1
+            if self._missed[event] < _ATTEMPTS:
+                events.insert(0, event)
 
     @contextlib.contextmanager
     def _job(self, kind: Kind, counts: Counter[str], name: str) -> Iterator[Job]:
         directory = self._directory / name
         directory.mkdir()
-        mounted = self._disk in NOT_IN_SPACE
+        mounted = self._disk in _MOUNTED
         if mounted:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(directory)], check=True)
         job = Job(kind, directory, self._model, self._rng, counts, {"CHAOS_COMMIT_SECONDS": "0.02"})
@@ -555,8 +572,7 @@ class Chaos:
             make_inputs(directory, self._amounts.rows)
             yield job
         finally:
-            if job.process is not None:
-                job.process.kill()
+            job.close()
             if mounted:
                 subprocess.run(["umount", "-l", str(directory)], check=True)
             shutil.rmtree(directory)
