@@ -380,9 +380,10 @@ def check_first_rows(rows: list[Row], config: PromptConfig) -> None:
     if any(is_batch_line(row.columns) or any(name in row.columns for name in wanted) for row in rows):
         return
     present = ", ".join(map(repr, dict.fromkeys(name for row in rows for name in row.columns))) or "none"
+    seen = "this row" if len(rows) == 1 else f"the first {len(rows)} rows"
     raise InputError(
-        f"{rows[0].place}: no column {config.prompt_column!r} or {config.messages_column!r} in the first {len(rows)} "
-        f"rows (columns present: {present}); name the column with --prompt-column or --messages-column, or write a "
+        f"{rows[0].place}: no column {config.prompt_column!r} or {config.messages_column!r} in {seen} "
+        f"(columns present: {present}); name the column with --prompt-column or --messages-column, or write a "
         "--template"
     )
 
