@@ -717,7 +717,7 @@ def test_broken_rows_say_nothing_about_the_columns() -> None:
     row.error = RowError("invalid_json", "in.jsonl line 1: oops")
 
     check_first_rows([row], PromptConfig())
-    with pytest.raises(InputError, match="first 1 rows"):
+    with pytest.raises(InputError, match="this row"):
         check_first_rows([row, make_row(1, a=1)], PromptConfig())
 
 
