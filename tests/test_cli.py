@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen import cli
@@ -18,6 +18,7 @@ from cbgen.config import ErrorAllowance, OutputConfig, ReportConfig, RunConfig, 
 from cbgen.errors import CbgenError, RefusedError, Stopped
 from cbgen.options import Duration, GroupedOption
 from cbgen.params import PARAM_NAMES
+from tests.fuzzing import fuzz
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
 SPELLINGS = {
@@ -151,7 +152,7 @@ def test_a_config_file_that_cannot_be_read_is_refused(configs, tmp_path, capsys,
     assert run("--config", str(tmp_path / "none.yaml")) == 2
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(150)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(SPELLINGS)) | st.text(max_size=5),

@@ -20,7 +20,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen import cli, pipeline
@@ -28,18 +28,10 @@ from cbgen.config import ModelConfig, OutputConfig, PromptConfig, ReportConfig, 
 from cbgen.errors import ROW_ERROR_CODES, BrokenInputError, CbgenError
 from cbgen.job import Serving
 from tests.fakes import FakeEngine
+from tests.fuzzing import fuzz
 from tests.helpers import BYTE_VOCAB_SIZE, EOS, ByteTokenizer
 
-EXAMPLES = os.environ.get("CBGEN_EXAMPLES")
 SHARED_MEMORY = "/dev/shm"
-SETTINGS = settings(
-    max_examples=int(EXAMPLES or 2000),
-    derandomize=EXAMPLES is None,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
 BOM = b"\xef\xbb\xbf"
 BAD_LINES = ("invalid_json", "invalid_utf8", "not_an_object", "line_too_long")
 FORMS = ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "parts/", "parquet-parts/"]
@@ -580,7 +572,7 @@ def refuse_constant(name):
 def test_any_input_gives_a_refusal_or_a_record_for_each_row():
     seen = Counter()
 
-    @SETTINGS
+    @fuzz(2000, report_multiple_bugs=False)
     @given(examples)
     def run_examples(example):
         seen[check(example)] += 1

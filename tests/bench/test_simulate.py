@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.bench.simulate import (
@@ -21,6 +21,7 @@ from cbgen.bench.simulate import (
     simulate_policies,
 )
 from cbgen.cli import main
+from tests.fuzzing import fuzz
 
 
 def make_workload(lengths, slots=4, step_ms=50.0, **changes):
@@ -173,7 +174,7 @@ TEXTS = st.lists(NUMBERS, max_size=4).map(lambda numbers: ",".join(map(str, numb
 )
 
 
-@settings(max_examples=100, deadline=None)
+@fuzz(100)
 @given(TEXTS, TEXTS, TEXTS, st.sampled_from(["1", "3", "0", "-2", "x"]), st.floats().map(str) | TEXTS)
 def test_whatever_is_typed_the_answer_is_a_table_or_one_sentence(lengths, prompts, arrivals, slots, step_ms):
     arguments = [f"--lengths={lengths}", f"--prompt-lengths={prompts or 1}", f"--arrivals={arrivals or 0}"]
@@ -193,7 +194,7 @@ def test_whatever_is_typed_the_answer_is_a_table_or_one_sentence(lengths, prompt
         assert out.getvalue() == ""
 
 
-@settings(max_examples=60, deadline=None)
+@fuzz(60)
 @given(st.data(), st.integers(1, 12), st.integers(1, 5), st.floats(0.001, 1e9), st.floats(0, 1e6))
 def test_every_row_gets_its_tokens_in_one_slot_at_a_time(data, num_rows, slots, step_ms, prefill):
     def rows(values):

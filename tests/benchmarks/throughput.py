@@ -171,7 +171,8 @@ def main() -> None:
             assert large["rows"] == options.rows
             sys.stdout.write(
                 f"{source:7} to {target:7}  {large['rows'] / large['seconds']:9,.0f} rows/s  "
-                f"({large['rows'] / large['cpu']:,.0f} per second of processor time)  {large['mb']:5.0f} MB ({small['mb']:.0f} MB at {options.few:,} rows)  "
+                f"({large['rows'] / large['cpu']:,.0f} per second of processor time)  "
+                f"{large['mb']:5.0f} MB ({small['mb']:.0f} MB at {options.few:,} rows)  "
                 f"{time.monotonic() - started:.0f} s in all\n"
             )
             sys.stdout.flush()

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.config import OutputConfig
@@ -15,6 +15,7 @@ from cbgen.data.encoders import EXTRA, Encoder, JsonlEncoder, declare_columns, d
 from cbgen.data.lines import dumps, loads
 from cbgen.data.readers import check_inputs
 from cbgen.errors import InputError
+from tests.fuzzing import fuzz
 
 TABLE = OutputConfig(path="out.parquet")
 RESULTS = {
@@ -75,7 +76,7 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 # -- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(150)
 @given(rows=rows_of_any_kind, num_first=st.integers(0, 8))
 def test_every_value_of_every_row_is_in_the_table(tmp_path: Path, rows: list[dict[str, Any]], num_first: int) -> None:
     encoder = declare_encoder(TABLE, [], rows[:num_first], 1)
@@ -92,7 +93,7 @@ def test_every_value_of_every_row_is_in_the_table(tmp_path: Path, rows: list[dic
         assert typed(without_nulls(got)) == typed(without_nulls(row))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(100)
 @given(rows=rows_of_any_kind, num_first=st.integers(0, 8))
 def test_lines_of_a_table_give_the_same_table_again(tmp_path: Path, rows: list[dict[str, Any]], num_first: int) -> None:
     """As a retry does, which replaces some of them."""
@@ -104,7 +105,7 @@ def test_lines_of_a_table_give_the_same_table_again(tmp_path: Path, rows: list[d
     assert pq.read_table(tmp_path / "second.parquet").equals(pq.read_table(tmp_path / "first.parquet"))
 
 
-@settings(max_examples=60, deadline=None)
+@fuzz(60)
 @given(rows=rows_of_any_kind)
 def test_restored_encoder_has_the_same_columns(rows: list[dict[str, Any]]) -> None:
     encoder = declare_encoder(TABLE, [], rows, 1)

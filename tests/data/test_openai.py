@@ -4,12 +4,11 @@ The fuzz runs the same 500 examples each time, or as many new ones as CBGEN_EXAM
 """
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.config import PromptConfig
@@ -19,16 +18,9 @@ from cbgen.data.prompts import PromptBuilder
 from cbgen.errors import ROW_ERROR_CODES, RowError, RowFailure
 from cbgen.params import SamplingParams, merge_params
 from cbgen.records import Completion, Position, Prompt, Row, Sample
+from tests.fuzzing import fuzz
 from tests.helpers import BYTE_VOCAB_SIZE, ByteTokenizer, make_row
 
-EXAMPLES = os.environ.get("CBGEN_EXAMPLES")
-fuzz = settings(
-    max_examples=int(EXAMPLES or 500),
-    derandomize=EXAMPLES is None,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 URL = "/v1/completions"
 
 
@@ -254,7 +246,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return error
 
 
-@fuzz
+@fuzz(500)
 @given(st.one_of(lines, requests, st.dictionaries(st.text(), values, max_size=5)).filter(readable))
 def test_any_object_is_a_request_or_an_error_of_a_known_code(columns: dict[str, Any]) -> None:
     row = Row(0, "in.jsonl line 1", as_read(columns), 1, Position())
@@ -278,7 +270,7 @@ def test_any_object_is_a_request_or_an_error_of_a_known_code(columns: dict[str, 
         assert isinstance(params, SamplingParams)
 
 
-@fuzz
+@fuzz(500)
 @given(lines.filter(readable) | requests.filter(readable))
 def test_any_line_becomes_a_prompt_or_an_error_and_either_is_answered_in_strict_json(columns: dict[str, Any]) -> None:
     read = as_read(columns)

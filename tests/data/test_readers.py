@@ -18,13 +18,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.data.lines import MAX_LINE_BYTES
 from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
 from cbgen.errors import InputError
 from cbgen.records import Position, Row
+from tests.fuzzing import fuzz
 
 
 def write(path: Path, data: bytes) -> str:
@@ -364,7 +365,7 @@ def test_line_that_is_too_long_is_an_error_row_and_its_bytes_are_not_kept(tmp_pa
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(_PIECES)), max_size=30).map(b"".join))
-@settings(max_examples=400, deadline=None)
+@fuzz(400)
 def test_any_bytes_give_one_row_per_line_that_is_not_blank(data: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
@@ -384,7 +385,7 @@ def test_any_bytes_give_one_row_per_line_that_is_not_blank(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(["gz", "zst", "parquet"]), st.integers(0, 2000))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@fuzz(300)
 def test_damaged_files_are_input_errors_and_nothing_else(damage: bytes, kind: str, place: int) -> None:
     whole = _WHOLE_FILES[kind]
     # Arrow itself aborts the process on some damaged footers, so only the pages in front of it are.
