@@ -168,7 +168,9 @@ class Output(ABC):
         if not path.exists():
             return Mark()
         known = last_intact_mark(path, self.marks, size)
-        kept = known if self.tape.codec else _whole_lines(path, known, size, is_whole)
+        # Lines that do not hold their row's columns cannot show which row they answer.
+        only_known = self.tape.codec is not None or self.encoder.takes_from_input
+        kept = known if only_known else _whole_lines(path, known, size, is_whole)
         os.truncate(path, kept.num_bytes)
         return kept
 

@@ -92,6 +92,7 @@ class Machine:
         def call(encoder: Any, first: Any, second: Any, path: Path) -> None:
             self.step("write-file")
             real(encoder, first, second, path)
+            self._durable[path.stat().st_ino] = b""
             try:
                 self.step("write-file")
             except (Killed, OSError):
@@ -131,12 +132,16 @@ class Machine:
         self.step("unlink")
         if not kwargs and os.path.exists(path):
             data = Path(path).read_bytes()
+            self._durable.pop(os.stat(path).st_ino, None)  # the number may be given again
             self._renamed(path, lambda: _restore(path, data))
         self._real["unlink"](path, **kwargs)
 
     def replace(self, source: Any, target: Any) -> None:
         self.step("replace")
         if os.path.isfile(source):
+            self._durable.setdefault(os.stat(source).st_ino, b"")  # written by code that is not seen here
+            if os.path.exists(target):
+                self._durable.pop(os.stat(target).st_ino, None)
             moved, old = Path(source).read_bytes(), Path(target).read_bytes() if os.path.exists(target) else None
 
             def undo() -> None:

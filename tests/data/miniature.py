@@ -173,9 +173,9 @@ class Mini:
         return generated
 
     def retry(
-        self, give: Answer = mended_answer, *, seed: int = 0, generated: list[int] | None = None, finishes: bool = True
+        self, give: Answer = mended_answer, *, seed: int = 0, generated: list[int] | None = None, goes_on: bool = True
     ) -> list[int]:
-        """Generate the rows anew that are errors, as `--retry-errors` does."""
+        """Generate the rows anew that are errors, as `--retry-errors` does, and go on with what follows."""
         generated = [] if generated is None else generated
         rng = random.Random(seed)
         with Sidecar.open(self.config, ()) as sidecar:
@@ -193,10 +193,9 @@ class Mini:
                     generated.append(row.index)
                     if rng.random() < 0.5:
                         writer.commit()
-                if finishes:
-                    state = writer.finish()
-                else:
-                    return generated
+                state = writer.finish()
+            if not goes_on:
+                return generated
             with OrderedWriter(sidecar, state, SIGNATURES) as ordered:
                 ordered.finish()
         return generated

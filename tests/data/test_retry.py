@@ -110,6 +110,18 @@ def test_retry_in_the_middle_of_a_job_and_the_rest_afterwards(tmp_path: Path, ki
     assert [row["completion"] for row in job.decoded()].count(None) >= 1
 
 
+def test_retry_before_the_end_of_a_job_whose_rows_are_all_there(tmp_path: Path, kind: str) -> None:
+    """Pieces that were sealed before must not be taken for those that are sealed afterwards."""
+    job = Mini(tmp_path / "job", kind, 14)
+    job.work(count=12, stop_after=12, commit_share=1)
+    job.retry(goes_on=False)
+    job.work()
+
+    expected = Mini(tmp_path / "at-once", kind, 14)
+    expected.work(give=lambda row: mended_answer(row) if row.index in FAILED else answer(row))
+    assert job.decoded() == expected.decoded()
+
+
 def test_killed_at_every_call_of_a_retry_it_goes_on_and_does_nothing_twice(tmp_path: Path, kind: str) -> None:
     expected = mended(tmp_path, kind)
     for call in range(10_000):

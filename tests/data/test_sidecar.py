@@ -15,7 +15,7 @@ from cbgen.data.outputs import FileOutput, Output, PartsOutput
 from cbgen.data.writers import OrderedWriter
 from cbgen.errors import CbgenError, InputError, RefusedError
 from tests.data.machine import fast_directory, machine
-from tests.data.miniature import KINDS, Command, Mini, decoded, long_answer, small_files
+from tests.data.miniature import KINDS, Command, Mini, decoded, long_answer, sidecar_of, small_files
 
 PROMPTS = [f"prompt {index}" + "~" * (index % 4 == 2) for index in range(11)]
 
@@ -81,14 +81,15 @@ def copied(directory: Path, source: Path) -> None:
 
 
 def stages(tmp_path: Path, kind: str) -> Iterator[tuple[str, Path]]:
-    """Copies of outputs: a finished one, one to go on with after 7 of 11 rows, and one whose journal holds rows that
-    wait for others.
+    """Copies of outputs: a finished one, one to go on with after 7 of 11 rows, one whose journal holds rows that
+    wait for others, and one that was stopped right before its end.
     """
     job = Command(tmp_path / "job", kind, PROMPTS)
-    for stage, limit in (("short", 7), ("waiting", None), ("done", None)):
-        if stage == "waiting":
+    stops = {"waiting": lambda writer: 1 / 0, "sealed": lambda writer: writer.commit() or 1 / 0}
+    for stage, limit in (("short", 7), ("waiting", None), ("sealed", None), ("done", None)):
+        if stage in stops:
             with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError):
-                patch.setattr(OrderedWriter, "commit", lambda writer: 1 / 0)
+                patch.setattr(OrderedWriter, "commit" if stage == "waiting" else "finish", stops[stage])
                 job.run()
         else:
             assert job.run(limit=limit) == 3
@@ -107,7 +108,7 @@ def test_any_edit_of_any_file_is_repaired_or_refused_in_one_sentence(tmp_path: P
     for stage, template in templates.items():
         copied(job.directory, template)
         for path in [file.relative_to(job.directory) for file in job.files]:
-            for how in [*EDITS, "deleted"] if stage != "waiting" or path.name.startswith("wal-") else ():
+            for how in [*EDITS, "deleted"] if _matters(stage, path) else ():
                 copied(job.directory, template)
                 if how == "deleted":
                     (job.directory / path).unlink()
@@ -117,6 +118,12 @@ def test_any_edit_of_any_file_is_repaired_or_refused_in_one_sentence(tmp_path: P
                 if fault:
                     wrong.append(f"{stage}: {path} {how}: {fault}")
     assert not wrong, f"{len(wrong)} outcomes:\n" + "\n".join(wrong)
+
+
+def _matters(stage: str, path: Path) -> bool:
+    """Some files are the same in several stages."""
+    kinds = {"waiting": ("wal-",), "sealed": ("sealed-", "rows.jsonl", "published")}
+    return path.name.startswith(kinds.get(stage, ("",)))
 
 
 def outcome(job: Command, expected: list[dict[str, Any]]) -> str:
@@ -130,6 +137,20 @@ def outcome(job: Command, expected: list[dict[str, Any]]) -> str:
         return f"raised {type(error).__name__}: {error}"
     rows = job.decoded()
     return "" if rows == expected else f"holds {[row for row in rows if row not in expected]} among {len(rows)} rows"
+
+
+def test_every_digit_of_the_state_matters(tmp_path: Path) -> None:
+    job = Command(tmp_path / "job", "jsonl", PROMPTS)
+    job.run(limit=7)
+    path = sidecar_of(job.output) / "state.json"
+    state = path.read_bytes()
+    for place in range(len(state)):
+        if state[place : place + 1].isdigit():
+            path.write_bytes(state[:place] + (b"7" if state[place] != 0x37 else b"3") + state[place + 1 :])
+            with pytest.raises(RefusedError, match=r"state\.json is missing or damaged"):
+                job.run()
+    path.write_bytes(state)
+    assert job.run() == 3
 
 
 def test_any_edit_of_any_file_while_a_retry_takes_effect_leaves_old_or_new_rows(tmp_path: Path, kind: str) -> None:
