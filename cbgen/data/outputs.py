@@ -705,7 +705,12 @@ class FileOutput(_StagedOutput):
     def verify(self, state: State) -> None:
         super().verify(state)
         self.published = self._read_published()
-        if self.name in self.published:
+        for _, num_rows, path in self._pieces(state.base_rows):
+            noted = self.published.get(path.name)
+            now = Published.of(path, num_rows)
+            if noted and (now.size, now.crc) not in [(entry.size, entry.crc) for entry in noted[-2:]]:
+                raise edited(str(path))
+        if self.name in self.published or self._first_held(state.base_rows):
             self._verify_file(self.name, self.root, self.root.sizes())
 
 
