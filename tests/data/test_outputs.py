@@ -157,9 +157,10 @@ def test_publication_that_a_crash_prevents_again_and_again_leaves_a_file_that_is
     job = Mini(tmp_path / "job", kind, 5)
     job.work(count=4)
     for _ in range(4):
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        with monkeypatch.context() as patch:
             patch.setattr(Place, "put", lambda *_: 1 / 0)
-            job.work()
+            with pytest.raises(ZeroDivisionError):
+                job.work()
 
     job.work()
 
