@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cbgen.data.detokenizer import Detokenizer, StopStringMatcher, is_tokenizer_error
 from cbgen.data.feed import PromptFeed
-from cbgen.data.formats import RecordFormat
-from cbgen.data.retry import RetryWriter
-from cbgen.data.writers import OrderedWriter
 from cbgen.errors import RowError, RowFailure
+from cbgen.output.formats import RecordFormat
+from cbgen.output.retry import RetryWriter
+from cbgen.output.writers import OrderedWriter
 from cbgen.params import SamplingParams
 from cbgen.records import Completion, Generation, Prompt, Row, Sample
 from cbgen.report.progress import Snapshot

@@ -29,14 +29,14 @@ from cbgen.data.feed import PromptFeed
 from cbgen.data.files import redact
 from cbgen.data.prompts import PromptBuilder, check_first_rows
 from cbgen.data.readers import input_fraction, read_rows
-from cbgen.data.resume import Start, find_start, verify_output
-from cbgen.data.retry import RetryWriter
-from cbgen.data.sidecar import Sidecar, named_disk_errors, replace_file
-from cbgen.data.state import State
-from cbgen.data.writers import OrderedWriter
 from cbgen.engine.model_files import ModelFiles, is_converted
 from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, CbgenError, RowError, Stopped
 from cbgen.job import Job, Serving
+from cbgen.output.resume import Start, find_start, verify_output
+from cbgen.output.retry import RetryWriter
+from cbgen.output.sidecar import Sidecar, named_disk_errors, replace_file
+from cbgen.output.state import State
+from cbgen.output.writers import OrderedWriter
 from cbgen.params import SamplingParams
 from cbgen.plan import Plan, make_plan, redacted
 from cbgen.records import EngineStats, Row

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cbgen.config import RunConfig
-from cbgen.data.encoders import Encoder, declare_encoder, restore_encoder
 from cbgen.data.files import redact
-from cbgen.data.formats import RecordFormat
 from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs, read_rows
-from cbgen.data.resume import PEEK_ROWS
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import ModelError, UsageError
+from cbgen.output.encoders import Encoder, declare_encoder, restore_encoder
+from cbgen.output.formats import RecordFormat
+from cbgen.output.resume import PEEK_ROWS
 from cbgen.params import SamplingParams, merge_params
 from cbgen.records import Row
 

@@ -36,7 +36,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbgen.data.tape import Codec, all_lines
+from cbgen.output.tape import Codec, all_lines
 from tests import crash_driver
 
 REPOSITORY = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cbgen import cli
-from cbgen.data import journal, outputs, retry, writers
+from cbgen.output import journal, outputs, retry, writers
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from cbgen.config import EngineConfig, OutputConfig, PromptConfig
-from cbgen.data.formats import RecordFormat
 from cbgen.data.prompts import PromptBuilder
 from cbgen.engine.engine import Engine
 from cbgen.engine.loader import load_model, load_tokenizer
 from cbgen.engine.model_files import ModelFiles
 from cbgen.job import Job, Serving
+from cbgen.output.formats import RecordFormat
 from cbgen.params import SamplingParams
 from cbgen.records import Prompt
 from tests.helpers import make_row

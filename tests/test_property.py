@@ -597,6 +597,13 @@ def parquet_bytes():
 
 PARQUET = parquet_bytes()
 
+
+def table_bytes(table):
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
 FOUND = {
     "failed rows tried again, with a broken file behind --limit": Example(
         [line_file(b"{"), InputFile(b"\x1f\x8b")], {}, {}, limit=1, retry=True
@@ -618,6 +625,26 @@ FOUND = {
     ),
     "pages of Parquet zeroed: Arrow's message has several lines": Example(
         [InputFile(PARQUET[:4] + bytes(30) + PARQUET[34:])], {}, {}
+    ),
+    "a table without rows that has a result field's column": Example(
+        [
+            InputFile(
+                table_bytes(pa.table({"prompt": pa.array([], pa.string()), "completion": pa.array([], pa.int8())}))
+            )
+        ],
+        {},
+        {},
+        form="out.parquet",
+    ),
+    "a request with a result field's column": Example(
+        [
+            line_file(
+                b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}, "error": 1}'
+            )
+        ],
+        {},
+        {},
+        form="out.parquet",
     ),
     "a column of Parquet with a name that is not UTF-8": Example(
         [InputFile(PARQUET.replace(b"prompt", b"\x80rompt"))], {}, {}

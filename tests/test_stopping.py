@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbgen.config import ErrorAllowance, StopConfig
-from cbgen.data import writers
 from cbgen.data.feed import PromptFeed
-from cbgen.data.journal import Journal
 from cbgen.data.prompts import PromptBuilder
-from cbgen.data.tape import Tape
+from cbgen.output import writers
+from cbgen.output.journal import Journal
+from cbgen.output.tape import Tape
 from cbgen.signals import StopSignals
 from cbgen.stopping import StopRules
 from tests.quick import Quick, SteadyEngine

@@ -27,10 +27,11 @@ from typing import Any
 from cbgen.config import OutputConfig
 from cbgen.data.files import redact
 from cbgen.data.lines import dumps, loads
-from cbgen.data.locks import OutputLock
-from cbgen.data.outputs import Output, make_output
-from cbgen.data.state import State, verify_check, with_check
 from cbgen.errors import CbgenError, RefusedError, UsageError
+from cbgen.output.base import Output
+from cbgen.output.locks import OutputLock
+from cbgen.output.outputs import make_output
+from cbgen.output.state import State, verify_check, with_check
 from cbgen.records import Row, Tally
 
 FORMAT_VERSION = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from cbgen.data.tape import Mark
+from cbgen.output.tape import Mark
 from cbgen.records import Position, Tally
 
 _PRIME = (1 << 61) - 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbgen.config import OutputConfig
-from cbgen.data.journal import Record
 from cbgen.data.lines import dumps
 from cbgen.data.openai import batch_record
 from cbgen.errors import RowError
+from cbgen.output.journal import Record
 from cbgen.records import Completion, Row
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cbgen.data import tape as tape_module
-from cbgen.data.tape import (
+from cbgen.output import tape as tape_module
+from cbgen.output.tape import (
     Codec,
     Mark,
     Tape,

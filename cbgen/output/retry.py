@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cbgen.data.journal import Journal, Record
-from cbgen.data.sidecar import Sidecar, named_disk_errors
-from cbgen.data.state import State, add_row
+from cbgen.output.journal import Journal, Record
+from cbgen.output.sidecar import Sidecar, named_disk_errors
+from cbgen.output.state import State, add_row
 from cbgen.records import Row
 
 _COMMIT_SECONDS = 1.0

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.config import OutputConfig
-from cbgen.data import encoders
-from cbgen.data.encoders import EXTRA, Encoder, JsonlEncoder, declare_columns, declare_encoder, fits, restore_encoder
 from cbgen.data.lines import dumps, loads
 from cbgen.data.readers import check_inputs
 from cbgen.errors import InputError
+from cbgen.output import encoders
+from cbgen.output.encoders import EXTRA, Encoder, JsonlEncoder, declare_columns, declare_encoder, fits, restore_encoder
 from tests.fuzzing import fuzz
 
 TABLE = OutputConfig(path="out.parquet")

@@ -13,17 +13,18 @@ import orjson
 import pytest
 
 from cbgen.config import OutputConfig
-from cbgen.data import journal as journal_module
-from cbgen.data import sidecar as sidecar_module
-from cbgen.data import writers as writers_module
-from cbgen.data.formats import RecordFormat
-from cbgen.data.sidecar import Sidecar
-from cbgen.data.state import State, add_row
-from cbgen.data.writers import OrderedWriter
 from cbgen.errors import CbgenError, RefusedError, RowError, UsageError
+from cbgen.output import journal as journal_module
+from cbgen.output import sidecar as sidecar_module
+from cbgen.output import writers as writers_module
+from cbgen.output.formats import RecordFormat
+from cbgen.output.sidecar import Sidecar
+from cbgen.output.state import State, add_row
+from cbgen.output.writers import OrderedWriter
 from cbgen.records import Completion, Position, Row, Tally
-from tests.data.machine import fast_directory, machine
-from tests.data.miniature import (
+from tests.helpers import make_row
+from tests.output.machine import fast_directory, machine
+from tests.output.miniature import (
     FINGERPRINT,
     SIGNATURES,
     config_for,
@@ -38,7 +39,6 @@ from tests.data.miniature import (
     small_files,
     work,
 )
-from tests.helpers import make_row
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cbgen.data.retry import RetryWriter
 from cbgen.errors import CbgenError, RefusedError
-from tests.data.machine import fast_directory, machine
-from tests.data.miniature import (
+from cbgen.output.retry import RetryWriter
+from tests.output.machine import fast_directory, machine
+from tests.output.miniature import (
     KINDS,
     Command,
     Mini,

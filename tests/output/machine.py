@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cbgen.data.encoders import JsonlEncoder, ParquetEncoder
+from cbgen.output.encoders import JsonlEncoder, ParquetEncoder
 
 _STEPS = ("write", "pwrite", "truncate", "mkdir", "rmdir")
 _NEEDS_ROOM = ("write", "pwrite", "mkdir", "open", "write-file")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cbgen.config import OutputConfig
-from cbgen.data.outputs import FileOutput, Output, PartsOutput
-from cbgen.data.writers import OrderedWriter
 from cbgen.errors import CbgenError, InputError, RefusedError
-from tests.data.machine import fast_directory, machine
-from tests.data.miniature import KINDS, Command, Mini, decoded, long_answer, sidecar_of, small_files
+from cbgen.output.outputs import FileOutput, Output, PartsOutput
+from cbgen.output.writers import OrderedWriter
+from tests.output.machine import fast_directory, machine
+from tests.output.miniature import KINDS, Command, Mini, decoded, long_answer, sidecar_of, small_files
 
 PROMPTS = [f"prompt {index}" + "~" * (index % 4 == 2) for index in range(11)]
 

@@ -13,21 +13,21 @@ import pytest
 
 from cbgen import pipeline
 from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
-from cbgen.data import journal as journal_module
-from cbgen.data import writers as writers_module
-from cbgen.data.encoders import CODECS, Encoder, declare_encoder, restore_encoder
-from cbgen.data.formats import RecordFormat
-from cbgen.data.journal import Record
 from cbgen.data.lines import dumps, loads
 from cbgen.data.readers import check_inputs, read_rows
-from cbgen.data.retry import RetryWriter
-from cbgen.data.sidecar import Sidecar
 from cbgen.data.sources import Source
-from cbgen.data.state import State
-from cbgen.data.tape import all_lines
-from cbgen.data.writers import OrderedWriter
 from cbgen.errors import RowError
 from cbgen.job import Serving
+from cbgen.output import journal as journal_module
+from cbgen.output import writers as writers_module
+from cbgen.output.encoders import CODECS, Encoder, declare_encoder, restore_encoder
+from cbgen.output.formats import RecordFormat
+from cbgen.output.journal import Record
+from cbgen.output.retry import RetryWriter
+from cbgen.output.sidecar import Sidecar
+from cbgen.output.state import State
+from cbgen.output.tape import all_lines
+from cbgen.output.writers import OrderedWriter
 from cbgen.records import Completion, Row
 from tests.fakes import FakeEngine
 from tests.helpers import BYTE_VOCAB_SIZE, EOS, ByteTokenizer, byte_ids, make_row

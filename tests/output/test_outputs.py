@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cbgen.data.places import Place
 from cbgen.errors import CbgenError
-from tests.data.machine import fast_directory, machine
-from tests.data.miniature import KINDS, Mini, answer, small_files
+from cbgen.output.places import Place
+from tests.output.machine import fast_directory, machine
+from tests.output.miniature import KINDS, Mini, answer, small_files
 
 NUM_ROWS = 7
 

@@ -13,9 +13,9 @@ import pytest
 from cbgen import pipeline
 from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
 from cbgen.data import files
-from cbgen.data.encoders import ParquetEncoder
 from cbgen.errors import CbgenError, RefusedError
 from cbgen.job import Serving
+from cbgen.output.encoders import ParquetEncoder
 from tests.fakes import FakeEngine
 from tests.helpers import BYTE_VOCAB_SIZE, EOS, ByteTokenizer, byte_ids
 from tests.s3 import BUCKET, s3_server

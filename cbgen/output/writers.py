@@ -15,10 +15,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from cbgen.data.journal import Journal, Record
-from cbgen.data.sidecar import Sidecar, named_disk_errors
-from cbgen.data.state import State, add_row
 from cbgen.errors import RefusedError
+from cbgen.output.journal import Journal, Record
+from cbgen.output.sidecar import Sidecar, named_disk_errors
+from cbgen.output.state import State, add_row
 from cbgen.records import Position, Row
 
 _COMMIT_SECONDS = 1.0

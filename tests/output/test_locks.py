@@ -16,10 +16,10 @@ import orjson
 import psutil
 import pytest
 
-from cbgen.data import locks
-from cbgen.data.locks import OutputLock
 from cbgen.errors import RefusedError
-from tests.data.miniature import KINDS, Mini, config_for, read, rows_of, small_files, work
+from cbgen.output import locks
+from cbgen.output.locks import OutputLock
+from tests.output.miniature import KINDS, Mini, config_for, read, rows_of, small_files, work
 
 HERE = socket.gethostname()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cbgen.data import journal as journal_module
-from cbgen.data.journal import Journal, Record
+from cbgen.output import journal as journal_module
+from cbgen.output.journal import Journal, Record
 
 
 def record(index: int, size: int = 5) -> Record:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from cbgen.config import OutputConfig, RunConfig
 from cbgen.data.openai import is_batch_line
-from cbgen.data.outputs import edited
 from cbgen.data.prompts import clash_message
 from cbgen.data.readers import Source, check_inputs, read_rows
-from cbgen.data.sidecar import Sidecar, answers, record_facts
-from cbgen.data.state import State, add_row
 from cbgen.errors import InputError, RefusedError
+from cbgen.output.base import edited
+from cbgen.output.sidecar import Sidecar, answers, record_facts
+from cbgen.output.state import State, add_row
 from cbgen.records import Position, Row
 
 PEEK_ROWS = 100

@@ -20,11 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.config import OutputConfig
-from cbgen.data.carried import CarriedColumns
 from cbgen.data.lines import dumps, loads
+from cbgen.data.prompts import clash_message
 from cbgen.data.sources import Source
-from cbgen.data.tape import Codec, all_lines, compress
 from cbgen.errors import InputError
+from cbgen.output.carried import CarriedColumns
+from cbgen.output.tape import Codec, all_lines, compress
 
 EXTRA = "extra_columns"
 CODECS: dict[str, Codec | None] = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd", "parquet": None}
@@ -198,10 +199,24 @@ def declare_encoder(
         return JsonlEncoder(CODECS[config.resolved_format])
     if sources and all(source.kind == "parquet" for source in sources):
         carried = CarriedColumns(sources, keep=config.carried)
+        _check_names(carried.schema, config)
         if config.append_message and config.messages_column in carried.schema.names:
             _check_takes_answers(carried.schema.field(config.messages_column))
         return ParquetEncoder(carried.schema, config, num_samples, carried.take)
-    return ParquetEncoder(declare_columns(first_rows, config.carried), config, num_samples)
+    columns = declare_columns(first_rows, config.carried)
+    _check_names(columns, config)
+    return ParquetEncoder(columns, config, num_samples)
+
+
+def _check_names(columns: pa.Schema, config: OutputConfig) -> None:
+    """A table has one column of each name.
+
+    Raises:
+        InputError: a carried column has the name of a result field; perhaps no row has shown it yet.
+    """
+    clash = next((name for name in columns.names if name in config.result_fields), None)
+    if clash is not None:
+        raise InputError(clash_message(clash))
 
 
 def _check_takes_answers(column: pa.Field) -> None:

@@ -12,14 +12,14 @@ import gzip
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
 
 import pyarrow as pa
 
-from cbgen.data.places import sync_directory
+from cbgen.output.places import sync_directory
 
 Codec = Literal["gzip", "zstd"]
 _BLOCK_BYTES = 1 << 20
@@ -115,6 +115,24 @@ class Tape:
             view = view[os.write(self._file, view) :]
         mark = self.mark
         self.mark = replace(mark, num_bytes=mark.num_bytes + len(data), crc=zlib.crc32(data, mark.crc))
+
+
+def write_tape(path: Path, codec: Codec | None, lines: Iterable[bytes]) -> Mark:
+    """A whole tape, synced."""
+    path.unlink(missing_ok=True)
+    tape = Tape(path, codec)
+    tape.open(Mark())
+    try:
+        batch: list[bytes] = []
+        for line in lines:
+            batch.append(line)
+            if len(batch) == 1024:
+                tape.append(batch)
+                batch = []
+        tape.append(batch)
+        return tape.sync()
+    finally:
+        tape.close()
 
 
 def compress(data: bytes, codec: Codec | None) -> bytes:
