@@ -31,14 +31,15 @@ class Start:
         state: what is committed.
         rows: those that come next.
         head: the first of them, looked at already.
-        failed: rows before `state.rows` that are errors and are to be generated again; index -> the input row.
+        failed: rows before `state.rows` that are errors and are to be generated again.
+        num_errors: rows that are errors and stay it.
+        num_recovered: rows that earlier runs finished, as far as is known yet.
     """
 
     state: State
     rows: Iterator[Row]
     head: list[Row] = field(default_factory=list)
     failed: frozenset[int] = frozenset()
-
     num_errors: int = 0
     num_recovered: int = 0
 
