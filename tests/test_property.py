@@ -4,6 +4,7 @@ Examples are made by hypothesis: 2,000 of them, the same each time, or as many n
 (`make fuzz`). The rows of an input are counted here once more, in the plainest way.
 """
 
+import base64
 import contextlib
 import gzip
 import io
@@ -12,6 +13,7 @@ import math
 import os
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -604,6 +606,18 @@ def table_bytes(table):
     return file.getvalue()
 
 
+# Two row groups, one of which gives no row although the footer counts one.
+MISCOUNTED = zlib.decompress(
+    base64.b85decode(
+        "c-nQ6K}!Nb7>2)@Vlr4lrCDZR4|{3opq7<F(dAn)jEYo{=qQU=2itA6>?EDSpV2?)*6-"
+        "_^Rg<z_*xliM=Y8fI*e15ia$PzydnvhuJb>8dU?oB3rCT63D}@wZ6?Q35^yG3BZ~Ar{XN&{&w`6|N-"
+        "%xAtAHXJQyo%6;3MerQ?|Or-"
+        "B*WR^O2kPth)3X3syzctI=TWPs~3snE_YwtS7we(=I4aEKx2U=0iDm`lpsPIut!pbn+(;!QoTQ^6ZegoPiCg<_u#8!u_RB3JZ01+"
+        "v~sZBzP>q`T}r*PJ*z{sYT-;5h+_=;c!t==T0ixI0P)H$YKZ5lvHX(i_SKoMI<`mshUKK(U{1z*J>40Mze_XSre-"
+        ")e9)*q8qLSvI{J5JuKJ`Y$Fpi7eB#FlUb1xa*M-To%wX|O<YtN%=elUP0{W)Jjx?l|"
+    )
+)
+
 FOUND = {
     "failed rows tried again, with a broken file behind --limit": Example(
         [line_file(b"{"), InputFile(b"\x1f\x8b")], {}, {}, limit=1, retry=True
@@ -646,6 +660,7 @@ FOUND = {
         {},
         form="out.parquet",
     ),
+    "a row group with fewer rows than its footer counts": Example([InputFile(MISCOUNTED)], {}, {}),
     "a column of Parquet with a name that is not UTF-8": Example(
         [InputFile(PARQUET.replace(b"prompt", b"\x80rompt"))], {}, {}
     ),

@@ -33,6 +33,7 @@ class _Run:
     groups: list[int]
     num_bytes: int
     batch_rows: int
+    num_rows: int = 0
 
 
 def read_parquet(source: Source, num_skipped: int) -> Iterator[tuple[int, Columns | UnicodeDecodeError]]:
@@ -47,6 +48,7 @@ def read_parquet(source: Source, num_skipped: int) -> Iterator[tuple[int, Column
         plain = _open(stack, source, pre_buffer=False)
         fetching = _open(stack, source, pre_buffer=True) if source.is_remote else plain
         number, groups = _skip_row_groups(plain.metadata, num_skipped)
+        expected = number
         # Arrow cannot join dictionaries of several row groups inside of lists and structs.
         together = 1 if any(has_inner_dictionary(column.type) for column in plain.schema_arrow) else len(groups)
         for run in _runs(plain.metadata, groups, together):
@@ -56,6 +58,11 @@ def read_parquet(source: Source, num_skipped: int) -> Iterator[tuple[int, Column
                     number += 1
                     if number > num_skipped:
                         yield number, columns
+            expected += run.num_rows
+            if number != expected:
+                raise OSError(
+                    f"its row groups hold {number:,} rows where its footer counts {expected:,}; it is damaged"
+                )
 
 
 def _open(stack: ExitStack, source: Source, *, pre_buffer: bool) -> Any:
@@ -90,6 +97,7 @@ def _runs(metadata: Any, groups: list[int], most: int) -> Iterator[_Run]:
             yield run
             run = _Run([], 0, _MAX_ROWS)
         run.groups.append(group)
+        run.num_rows += info.num_rows
         run.num_bytes += num_bytes
         run.batch_rows = min(run.batch_rows, _fitting_rows(info, chunks))
     if run.groups:

@@ -222,7 +222,7 @@ def _num_parquet_rows(source: Source) -> int:
     try:
         with open_parquet(source) as file:
             metadata, names = file.metadata, file.schema_arrow.names
-            hole = None if source.is_remote else _first_hole(source, metadata)
+            hole = _miscount(metadata) or (None if source.is_remote else _first_hole(source, metadata))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(
             f"{source.shown} begins like a Parquet file but is not a whole one (truncated or damaged): "
@@ -234,6 +234,14 @@ def _num_parquet_rows(source: Source) -> int:
     if twice is not None:
         raise InputError(f"{source.shown} has two columns named {twice!r}; rename one of them")
     return int(metadata.num_rows)
+
+
+def _miscount(metadata: Any) -> str | None:
+    """Where the counts of a footer contradict each other; a later run would find its place by other ones."""
+    rows = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if rows != metadata.num_rows:
+        return f"its footer counts {metadata.num_rows:,} rows, and {rows:,} in its row groups"
+    return None
 
 
 def _first_hole(source: Source, metadata: Any) -> str | None:
