@@ -13,6 +13,13 @@ from cbgen.errors import UsageError
 
 OnTooLong = Literal["error", "truncate-left"]
 OutputFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+_FORMATS_BY_SUFFIX: dict[str, OutputFormat] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".gz": "jsonl.gz",
+    ".zst": "jsonl.zst",
+    ".zstd": "jsonl.zst",
+}
 RESULT_FIELDS = ("completion", "finish_reason", "usage", "error", "token_ids", "source")
 
 
@@ -147,8 +154,8 @@ class OutputConfig:
         """The format asked for, or the one that the name tells; JSONL for stdout and directories."""
         if self.format is not None:
             return self.format
-        suffixes: dict[str, OutputFormat] = {".parquet": "parquet", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
-        return next((form for suffix, form in suffixes.items() if self.path.lower().endswith(suffix)), "jsonl")
+        name = self.path.lower()
+        return next((form for suffix, form in _FORMATS_BY_SUFFIX.items() if name.endswith(suffix)), "jsonl")
 
     @property
     def carried(self) -> tuple[str, ...] | None:

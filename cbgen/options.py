@@ -280,6 +280,15 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _why_no_text(value: str) -> str:
+    """What is wrong with a value that is not Unicode: itself, or only how this process reads its arguments."""
+    try:
+        text = os.fsencode(value).decode("utf-8")
+    except UnicodeError:
+        return f"{value!a} is not valid UTF-8; rename the file or write it anew"
+    return f"{text!a} cannot be used in this locale; set PYTHONUTF8=1, or a UTF-8 locale such as LC_ALL=C.UTF-8"
+
+
 def _check_storable(param: click.Parameter, value: Any) -> None:
     """Text must be Unicode, and whole numbers fit 64 bits, or no output could state them.
 
@@ -292,9 +301,7 @@ def _check_storable(param: click.Parameter, value: Any) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise UsageError(
-                f"{spelled(param)} {value!a} is not valid UTF-8; rename the file or write it anew"
-            ) from None
+            raise UsageError(f"{spelled(param)} {_why_no_text(value)}") from None
         if "\0" in value and param.name != "stop":
             raise UsageError(f"{spelled(param)} {_brief.repr(value)} holds a NUL character")
 

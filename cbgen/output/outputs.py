@@ -22,7 +22,11 @@ from cbgen.output.file_output import FileOutput
 from cbgen.output.lines_output import LinesOutput, StdoutOutput
 from cbgen.output.parts_output import PartsOutput
 
-_UNSUPPORTED = (".csv", ".tsv", ".xlsx", ".txt.gz", ".bz2", ".xz", ".zip")
+_UNSUPPORTED = (
+    *(".arrow", ".avro", ".csv", ".feather", ".orc", ".tsv", ".xlsx"),
+    *(".bz2", ".lz4", ".snappy", ".tar", ".tgz", ".xz", ".zip"),
+)
+_COMPRESSED = (".gz", ".zst", ".zstd")
 
 
 def make_output(config: OutputConfig) -> Output:
@@ -39,7 +43,7 @@ def make_output(config: OutputConfig) -> Output:
         if form != "jsonl":
             raise UsageError(f"-o - writes plain JSONL; name a file for --format {form}")
         return StdoutOutput(config)
-    if path.lower().endswith(_UNSUPPORTED):
+    if config.format is None and _promises_another_form(path.lower()):
         raise UsageError(
             f"-o {path}: the output can be .jsonl, .jsonl.gz, .jsonl.zst, .parquet, or a directory of those"
         )
@@ -56,6 +60,12 @@ def make_output(config: OutputConfig) -> Output:
     if not remote and os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"-o {path} is no regular file, so a stopped run could not be continued; name a .jsonl file")
     return FileOutput(config) if remote or form == "parquet" else LinesOutput(config)
+
+
+def _promises_another_form(name: str) -> bool:
+    """Whether a file of this name would surprise whoever opens it."""
+    inner = next((name.removesuffix(suffix) for suffix in _COMPRESSED if name.endswith(suffix)), "")
+    return name.endswith(_UNSUPPORTED) or inner.endswith((*_UNSUPPORTED, ".parquet", ".pq"))
 
 
 def _check_reachable(path: str) -> None:

@@ -192,9 +192,11 @@ class _Rescan:
                 raise edited(self._sidecar.output.path)
 
     def _refuse(self, what: str) -> None:
+        mended = self._committed.tally.num_errors and not self._config.retry_errors
         raise RefusedError(
             f"the input {what} the one that {self._sidecar.output.path} was begun with (within its first "
             f"{self._committed.rows:,} rows); put it back, choose another -o, or start anew with --overwrite"
+            + (" (if only rows that failed were mended, use --retry-errors)" if mended else "")
         )
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from cbgen.errors import CbgenError
+from cbgen.config import OutputConfig
+from cbgen.errors import CbgenError, UsageError
+from cbgen.output.outputs import make_output
 from cbgen.output.places import Place
 from tests.output.machine import fast_directory, machine
 from tests.output.miniature import KINDS, Mini, answer, small_files
@@ -165,3 +167,25 @@ def test_publication_that_a_crash_prevents_again_and_again_leaves_a_file_that_is
     job.work()
 
     assert job.decoded() == unbroken(tmp_path, kind, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("a.jsonl", "jsonl"),
+        ("a", "jsonl"),
+        ("a.pq", "parquet"),
+        ("A.PARQUET", "parquet"),
+        ("a.jsonl.zstd", "jsonl.zst"),
+        ("a.jsonl.gz", "jsonl.gz"),
+    ],
+)
+def test_a_name_tells_the_form(name, form):
+    assert OutputConfig(path=name).resolved_format == form
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.jsonl.bz2", "a.parquet.gz", "a.csv.zst", "a.tar.gz"])
+def test_a_name_that_promises_another_form_is_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=r"can be \.jsonl"):
+        make_output(OutputConfig(path=str(tmp_path / name)))
+    assert make_output(OutputConfig(path=str(tmp_path / name), format="jsonl"))
