@@ -66,17 +66,19 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
         plan = make_plan(config)
         with Sidecar.open(config.output, tuple(source.path for source in plan.sources)) as sidecar:
             start = _recover(plan, sidecar, reports)
+            is_batch_file = _is_batch_file(plan, sidecar, start)
             rules = StopRules(config.stop, signals, clock.started, start.num_errors)
             ready = None
             if start.has_rows and not rules.check(0, 0):
                 ready = _get_ready(plan, reports, make_serving or _load)
             settings = _settings(plan, ready)
             _announce(reports, plan, ready, start)
-            sidecar.begin(plan.fingerprint, _details(settings, sidecar))
+            sidecar.begin(plan.fingerprint, _details(settings, sidecar, is_batch_file))
             reports.start(settings)
             clock.loaded()
             signals.raise_at_once = False
-            state, job = _write_rows(_Session(plan, sidecar, start, rules, signals, reports), ready)
+            session = _Session(plan, sidecar, start, is_batch_file, rules, signals, reports)
+            state, job = _write_rows(session, ready)
             summary = _summarize(clock, start, state, job, settings, rules.stop)
             _store_summary(sidecar, summary)
             reports.done(sidecar.output.path, summary)
@@ -90,6 +92,7 @@ class _Session:
     plan: Plan
     sidecar: Sidecar
     start: Start
+    is_batch_file: bool
     rules: StopRules
     signals: StopSignals
     reports: Reports
@@ -102,7 +105,10 @@ def _write_rows(session: _Session, ready: _Ready | None) -> tuple[State, Job | N
     """Rows to try again, then the rows that follow; the state they end in."""
     plan, sidecar, start, rules = session.plan, session.sidecar, session.start, session.rules
     state = start.state
-    job = Job(ready.serving, plan.record_format(sidecar.output.encoder), _error_teller(session)) if ready else None
+    record_format = plan.record_format(sidecar.output.encoder, is_batch_file=session.is_batch_file)
+    job = None
+    if ready is not None:
+        job = Job(ready.serving, record_format, _error_teller(session), stops_at_errors=plan.config.stop.fail_fast)
     if start.failed and job is not None and ready is not None:
         with RetryWriter(sidecar, state, start.failed) as retry:
             job.writer = retry
@@ -114,12 +120,11 @@ def _write_rows(session: _Session, ready: _Ready | None) -> tuple[State, Job | N
                 return state, job
             state = retry.finish()
     with OrderedWriter(sidecar, state, plan.signatures()) as writer:
-        start.num_recovered = writer.num_recovered
         if job is not None and ready is not None and start.head:
             job.writer = writer
             _feed(session, job, ready.prompt_builder, start.rows)
         writer.commit() if rules.stop is not None else writer.finish()
-        start.num_recovered = writer.num_recovered
+        start.num_recovered = writer.num_recovered - len(start.failed)
         return writer.state, job
 
 
@@ -172,7 +177,10 @@ def _has_ended(job: Job, rules: StopRules) -> bool:
 
 
 def _fraction(session: _Session, job: Job) -> float | None:
-    return input_fraction(session.plan.sources, job.writer.state.position)
+    """How much of what was asked for is in the output."""
+    state, limit = job.writer.state, session.plan.config.limit
+    fraction = input_fraction(session.plan.sources, state.position)
+    return fraction if not limit else max(fraction or 0.0, min(1.0, state.rows / limit))
 
 
 def _error_teller(session: _Session) -> Callable[[Row, RowError], None]:
@@ -216,6 +224,12 @@ def _recover(plan: Plan, sidecar: Sidecar, reports: Reports) -> Start:
                 "hold null"
             )
     return start
+
+
+def _is_batch_file(plan: Plan, sidecar: Sidecar, start: Start) -> bool:
+    """Whether the input is an OpenAI Batch file; a run that is continued keeps to what it decided on its first rows."""
+    decided = sidecar.details().get("is_batch_file")
+    return plan.is_batch_file(start.head) if decided is None else bool(decided)
 
 
 def _get_ready(plan: Plan, reports: Reports, make_serving: EngineFactory) -> _Ready:
@@ -280,9 +294,10 @@ def _settings(plan: Plan, ready: _Ready | None) -> dict[str, Any]:
     return dict(redacted(settings))
 
 
-def _details(settings: dict[str, Any], sidecar: Sidecar) -> dict[str, Any]:
+def _details(settings: dict[str, Any], sidecar: Sidecar, is_batch_file: bool) -> dict[str, Any]:
     """What run.json keeps beside the fingerprint."""
-    return {"settings": settings, "versions": _versions(), "encoder": sidecar.output.encoder.describe()}
+    encoder = sidecar.output.encoder.describe()
+    return {"settings": settings, "versions": _versions(), "encoder": encoder, "is_batch_file": is_batch_file}
 
 
 def _announce(reports: Reports, plan: Plan, ready: _Ready | None, start: Start) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cbgen.config import RunConfig
 from cbgen.data.files import redact
+from cbgen.data.openai import is_batch_line
 from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs, read_rows
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
@@ -55,11 +56,18 @@ class Plan:
         Raises:
             InputError: the columns of the input cannot be declared.
         """
-        if self.config.limit is not None and not any(source.is_stream for source in self.sources):
-            # A trial of a few rows, or of none, is to declare what the whole run would.
-            first_rows = list(itertools.islice(read_rows(self.sources), PEEK_ROWS))
-        columns = [row.columns for row in first_rows if row.error is None]
+        columns = [row.columns for row in self._whole(first_rows) if row.error is None]
         return declare_encoder(self.config.output, self.sources, columns, self.params.n)
+
+    def is_batch_file(self, first_rows: list[Row]) -> bool:
+        """Whether the input is an OpenAI Batch file: some of its first rows is a request."""
+        return any(is_batch_line(row.columns) for row in self._whole(first_rows))
+
+    def _whole(self, first_rows: list[Row]) -> list[Row]:
+        """A trial of a few rows, or of none, is to decide what the whole run would."""
+        if self.config.limit is None or any(source.is_stream for source in self.sources):
+            return first_rows
+        return list(itertools.islice(read_rows(self.sources), PEEK_ROWS))
 
     def unknown_columns(self, first_rows: list[Row]) -> list[str]:
         """Columns to be kept that none of these rows has."""
@@ -70,13 +78,14 @@ class Plan:
         """The encoder of the run that is continued."""
         return restore_encoder(self.config.output, self.sources, description)
 
-    def record_format(self, encoder: Encoder) -> RecordFormat:
+    def record_format(self, encoder: Encoder, *, is_batch_file: bool) -> RecordFormat:
         """How records of this run look."""
         return RecordFormat(
             self.config.output,
             self.files.description,
             continues_message=self.config.prompt.continue_final_message,
             is_table=self.is_table,
+            is_batch_file=is_batch_file,
             num_samples=self.params.n,
             carries_columns=not encoder.takes_from_input,
         )

@@ -340,6 +340,92 @@ def test_batch_lines_are_answered_in_batch_form(quick, output):
     ]
 
 
+BROKEN_BATCH = [
+    BATCH[0],
+    "{cut",
+    [1],
+    {"custom_id": "only"},
+    {**BATCH[1], "custom_id": None},
+    {"method": "POST", "url": "/v1/completions", "body": {"prompt": "2"}},
+    BATCH[1],
+]
+
+
+def is_batch_answer(record):
+    return list(record) == ["id", "custom_id", "response", "error"] and "body" in record["response"]
+
+
+def test_every_broken_line_of_a_batch_file_is_answered_in_batch_form(quick):
+    quick.write(BROKEN_BATCH)
+    with quick.path("in.jsonl").open("ab") as file:
+        file.write(b'{"custom_id": "\xff"}\n')
+    assert quick.run().code == 3
+    records = quick.records()
+    assert all(map(is_batch_answer, records))
+    assert [(r["custom_id"], r["error"] and r["error"]["code"]) for r in records] == [
+        ("a", None),
+        (None, "invalid_json"),
+        (None, "not_an_object"),
+        ("only", "missing_prompt"),
+        (None, "invalid_request"),
+        (None, "invalid_request"),
+        ("b", None),
+        (None, "invalid_utf8"),
+    ]
+
+
+def test_a_batch_file_is_known_again_when_its_first_rows_are_behind(quick):
+    quick.write([BATCH[0], *["{cut"] * 150])
+    assert quick.run("--limit", "1").code == 0
+    assert quick.run("--limit", "60").code == 3
+    with quick.path("out.jsonl").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 5)
+    assert quick.run().code == 3
+    records = quick.records()
+    assert len(records) == 151
+    assert all(map(is_batch_answer, records))
+    assert quick.run("--verify").code == 0
+
+
+def test_a_trial_of_no_rows_knows_a_batch_file(quick):
+    quick.write(["{cut", BATCH[0]])
+    assert quick.run("--limit", "0").code == 0
+    assert quick.run().code == 3
+    assert all(map(is_batch_answer, quick.records()))
+
+
+def test_broken_lines_of_a_batch_file_are_tried_again(quick):
+    quick.write(["{cut", BATCH[1], {"custom_id": "only"}])
+    assert quick.run().code == 3
+    quick.write([BATCH[0], BATCH[1], {"custom_id": "only"}])
+    assert quick.run("--retry-errors").code == 3
+    records = quick.records()
+    assert all(map(is_batch_answer, records))
+    assert [(r["custom_id"], r["error"] and r["error"]["code"]) for r in records] == [
+        ("a", None),
+        ("b", None),
+        ("only", "missing_prompt"),
+    ]
+
+
+def test_a_file_of_requests_without_custom_id_is_answered_in_batch_form(quick):
+    quick.write([{name: value for name, value in line.items() if name != "custom_id"} for line in BATCH])
+    assert quick.run().code == 3
+    records = quick.records()
+    assert all(map(is_batch_answer, records))
+    assert {record["error"]["code"] for record in records} == {"invalid_request"}
+    assert "custom_id is missing" in records[0]["error"]["message"]
+
+
+def test_a_batch_line_far_behind_rows_of_another_form_does_not_change_theirs(quick):
+    quick.write([*[{"prompt": "x"}] * 100, BATCH[0], "{cut"])
+    assert quick.run().code == 3
+    records = quick.records()
+    assert is_batch_answer(records[100])
+    assert records[101]["completion"] is None
+    assert records[101]["error"]["code"] == "invalid_json"
+
+
 def test_batch_lines_are_answered_flat_in_a_table(quick):
     quick.write(BATCH)
     assert quick.run("--n", "2", "--keep", "custom_id", output="out.parquet").code == 3

@@ -53,12 +53,12 @@ def is_batch_line(columns: dict[str, Any]) -> bool:
     """Whether a row is an OpenAI Batch request, perhaps a bad one, rather than a row of the user's own columns.
 
     People's own rows have a `custom_id` or a `url`, too; so it takes an API path, or a `body` object that is sent
-    somewhere.
+    somewhere, and all of it where the `custom_id` is missing.
     """
-    if "custom_id" not in columns:
-        return False
     url = columns.get("url")
     path = url if isinstance(url, str) and url.startswith("/") else ""
+    if "custom_id" not in columns:
+        return path.startswith("/v1/") and "method" in columns and isinstance(columns.get("body"), dict)
     if path.startswith("/v1/") and ("method" in columns or "body" in columns):
         return True
     return isinstance(columns.get("body"), dict) and ("method" in columns or bool(path))
@@ -70,14 +70,7 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
     Raises:
         RowFailure: the line is incomplete, names an unknown url, or asks for something that is not done here.
     """
-    url, body = row.columns.get("url"), row.columns.get("body")
-    if not isinstance(url, str) or url not in URLS:
-        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {shown(url)}")
-    method = row.columns.get("method", "POST")
-    if method != "POST":
-        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {shown(method)}")
-    if not isinstance(body, dict):
-        raise RowFailure("invalid_request", f"{row.place}: body must be an object, not {type(body).__name__}")
+    form, body = _form_and_body(row)
     params: dict[str, Any] = {}
     for name, value in body.items():
         if name in _PARAMS and value is not None:
@@ -88,11 +81,24 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
         elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
             field = f"{name[:80]}={shown(value)}"
             raise RowFailure("invalid_request", f"{row.place}: body field {field} is not supported")
-    form = URLS[url]
     source = "messages" if form == "openai_chat" else "prompt"
     if body.get(source) is None:
         raise RowFailure("missing_prompt", f"{row.place}: body has no {source!r}")
     return form, {name: body[name] for name in (source, "chat_template_kwargs") if name in body}, params
+
+
+def _form_and_body(row: Row) -> tuple[Form, dict[str, Any]]:
+    columns = row.columns
+    if columns.get("custom_id") is None:
+        raise RowFailure("invalid_request", f"{row.place}: custom_id is missing; give each request its own")
+    url, method, body = columns.get("url"), columns.get("method", "POST"), columns.get("body")
+    if not isinstance(url, str) or url not in URLS:
+        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {shown(url)}")
+    if method != "POST":
+        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {shown(method)}")
+    if not isinstance(body, dict):
+        raise RowFailure("invalid_request", f"{row.place}: body must be an object, not {type(body).__name__}")
+    return URLS[url], body
 
 
 def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[str, Any]:

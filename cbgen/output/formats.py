@@ -23,6 +23,7 @@ class RecordFormat:
         continues_message: the answer continues the last message instead of being one of its own.
         is_table: the output has columns of fixed types: Batch lines are answered in them too, and rows may not have
             more samples than the run.
+        is_batch_file: the input is an OpenAI Batch file: also lines that are no requests fail in the Batch form.
         num_samples: of the run.
         carries_columns: whether the input's columns are part of a record; in some outputs they are added later.
     """
@@ -31,6 +32,7 @@ class RecordFormat:
     model: str = ""
     continues_message: bool = False
     is_table: bool = False
+    is_batch_file: bool = False
     num_samples: int = 1
     carries_columns: bool = True
 
@@ -39,7 +41,8 @@ class RecordFormat:
         if self.is_table and isinstance(outcome, Completion) and len(outcome.samples) > self.num_samples == 1:
             message = f"{row.place}: n={len(outcome.samples)} in a row needs --n above 1, or JSONL output"
             outcome = RowError("invalid_params", message)
-        if row.form != "native" and not self.is_table:
+        is_batch_line = row.form != "native" or (self.is_batch_file and isinstance(outcome, RowError))
+        if is_batch_line and not self.is_table:
             value = batch_record(row, outcome, self.model)
         elif self.carries_columns and self.config.keep is None and not self.config.append_message:
             value = row.columns | self._results(row, outcome)

@@ -56,6 +56,8 @@ def request(**body: Any) -> dict[str, Any]:
         line(url="/chat/completions", method=...),
         line(url="https://api.example.org/v1/chat/completions"),
         line(url="/v1/embeddings", body=...),
+        line(custom_id=...),
+        line(custom_id=..., url="/v1/embeddings"),
     ],
     ids=str,
 )
@@ -77,7 +79,9 @@ def test_lines_of_a_batch_file_are_requests_even_when_something_is_wrong_with_th
         {"custom_id": 1, "body": {"text": "x"}},
         {"custom_id": 1, "method": "GET", "url": "/index.html", "prompt": "x"},
         {"custom_id": 1, "method": "ablation", "prompt": "x"},
-        line(custom_id=...),
+        {"method": "GET", "url": "/v1/docs", "body": "text of the page", "prompt": "x"},
+        line(custom_id=..., method=...),
+        line(custom_id=..., url="/index.html"),
     ],
     ids=str,
 )
@@ -86,6 +90,13 @@ def test_rows_of_the_users_own_are_no_requests(columns: dict[str, Any]) -> None:
 
 
 # -- what a request asks for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("custom_id", [..., None])
+def test_a_request_without_custom_id_is_refused(custom_id: Any) -> None:
+    with pytest.raises(RowFailure, match="line 1: custom_id is missing; give each request its own") as refused:
+        parse_request(make_row(**line(custom_id=custom_id)))
+    assert refused.value.error.code == "invalid_request"
 
 
 def test_body_fields_become_sampling_parameters() -> None:
