@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from cbgen.data import files
 from cbgen.data.arrow_values import Columns
+from cbgen.data.compressed import decompressed
 from cbgen.data.expand import STDIN
 from cbgen.data.lines import MAX_LINE_BYTES, Line, dumps, loads, split_lines
 from cbgen.data.parquet import read_parquet
@@ -25,7 +26,6 @@ from cbgen.records import Position, Row
 __all__ = ["STDIN", "Kind", "Source", "check_inputs", "input_fraction", "open_parquet", "read_rows"]
 
 _BLOCK_BYTES = 1 << 20
-_COMPRESSED_BLOCK_BYTES = 1 << 16  # what a torn file loses before the tear
 
 
 def input_fraction(sources: list[Source], position: Position) -> float | None:
@@ -63,26 +63,24 @@ def _read_source(source: Source, start: Position) -> Iterator[Row]:
     if source.kind == "parquet":
         yield from _read_parquet(source, start)
         return
-    with _open_stream(source) as stream:
+    for line in split_lines(_blocks(source, start.offset), start.offset, start.line):
+        yield _row_from_line(source, start.file, line)
+
+
+def _blocks(source: Source, offset: int) -> Iterator[bytes]:
+    """The bytes of the text from `offset` on."""
+    if source.kind != "jsonl":
+        yield from decompressed(source.open, source.kind, offset, once=source.is_stream)
+        return
+    with source.open() as stream:
         if source.can_seek:
-            stream.seek(start.offset)
+            stream.seek(offset)
         else:
-            _discard(stream, start.offset)
-        size = _BLOCK_BYTES if source.kind == "jsonl" else _COMPRESSED_BLOCK_BYTES
+            _discard(stream, offset)
         # A pipe gives what is there, so that a slow writer's rows are not waited for until a block is full.
         read = stream.read1 if source.is_stream and isinstance(stream, io.BufferedReader) else stream.read
-        for line in split_lines(iter(lambda: read(size), b""), start.offset, start.line):
-            yield _row_from_line(source, start.file, line)
-
-
-def _open_stream(source: Source) -> IO[bytes]:
-    raw = source.open()
-    if source.kind == "jsonl":
-        return raw
-    stream: IO[bytes] = pa.CompressedInputStream(
-        pa.PythonFile(raw, mode="r"), source.kind
-    )  # multi-member, detects torn
-    return stream
+        while block := read(_BLOCK_BYTES):
+            yield block
 
 
 def _discard(stream: IO[bytes], num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from cbgen.data.lines import MAX_LINE_BYTES
 from cbgen.data.readers import STDIN, Source, check_inputs, input_fraction, read_rows
-from cbgen.errors import InputError
+from cbgen.errors import BrokenInputError, InputError
 from cbgen.records import Position, Row
 from tests.fuzzing import fuzz
 
@@ -48,6 +49,19 @@ def write_parquet(path: Path, count: int, group: int) -> str:
 
 def read(*paths: str, start: Position = Position(), first_index: int = 0) -> list[Row]:
     return list(read_rows(check_inputs(paths), start, first_index))
+
+
+def rows_before_the_fault(path: str) -> list[Row]:
+    """The rows of a file that cannot be read to its end."""
+    rows: list[Row] = []
+
+    def keep() -> None:
+        for row in read_rows(check_inputs((path,))):
+            rows.append(row)
+
+    with pytest.raises(BrokenInputError, match="cannot be read past row"):
+        keep()
+    return rows
 
 
 def prompts(rows: list[Row]) -> list[Any]:
@@ -317,13 +331,75 @@ def test_every_cut_of_a_compressed_file_is_noticed(tmp_path: Path, compress: Any
     assert unnoticed == [seam]
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+_ZEROS = [bytes(1), bytes(100), bytes(100_000)]
+
+
 @pytest.mark.parametrize(
-    "tail", [b"x", b"\n", b"garbage", bytes(1), bytes(100), bytes(100_000), b"\x1f\x8b", b"\x28\xb5\x2f\xfd"]
+    ("compress", "tail"),
+    [
+        *itertools.product([gzip.compress, zstd], [b"x", b"\n", b"garbage", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\0x"]),
+        *itertools.product([zstd], _ZEROS),
+    ],
 )
 def test_anything_behind_a_compressed_file_is_noticed(tmp_path: Path, compress: Any, tail: bytes) -> None:
-    with pytest.raises(InputError, match="cannot be read past row"):
-        read(write(tmp_path / "in", compress(jsonl(0, 2000)) + tail))
+    path = write(tmp_path / "in", compress(jsonl(0, 2000)) + tail)
+
+    assert prompts(rows_before_the_fault(path)) == expected(2000)
+
+
+@pytest.mark.parametrize("tail", _ZEROS)
+@pytest.mark.parametrize("piped", [False, True])
+def test_zero_bytes_behind_gzip_are_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, piped: bool
+) -> None:
+    data = gzip.compress(jsonl(0, 2000)) + tail
+    put_on_stdin(monkeypatch, data)
+
+    assert prompts(read(STDIN if piped else write(tmp_path / "in", data))) == expected(2000)
+
+
+@pytest.mark.parametrize(("compress", "margin"), [(gzip.compress, 0), (zstd, 128 << 10)])  # zstd decodes by the block
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize(
+    ("count", "split", "lost"), [(2, 1, 4), (50, 4, 6), (40_000, 8, 6000), (40_000, 8, 60_000), (40_000, 39_990, 5)]
+)
+def test_rows_before_a_tear_are_read_and_the_rest_once_the_file_is_whole(
+    tmp_path: Path, compress: Any, margin: int, filled: bool, count: int, split: int, lost: int
+) -> None:
+    rng = random.Random(count)
+    lines = [b'{"prompt":"%b"}\n' % rng.randbytes(9).hex().encode() for _ in range(count)]
+    first, second = compress(b"".join(lines[:split])), compress(b"".join(lines[split:]))
+    path = write(tmp_path / "in", first + second)
+    all_rows = read(path)
+    torn = (first + second)[:-lost]
+    write(tmp_path / "in", torn.ljust(len(torn) + filled * 100_000, b"\0"))
+    left = (len(second) - lost) / len(second) * sum(map(len, lines[split:])) - margin
+
+    found = rows_before_the_fault(path)
+
+    assert found == all_rows[: len(found)]
+    assert len(found) >= split + max(0, int(left * 0.98) // len(lines[0]) - 1)
+    write(tmp_path / "in", first + second)
+    assert read(path, start=found[-1].next_position, first_index=len(found)) == all_rows[len(found) :]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_gzip_that_lost_only_its_checksum_has_all_its_rows(tmp_path: Path, filled: bool) -> None:
+    data = gzip.compress(jsonl(0, 1)) + gzip.compress(jsonl(1, 1))
+
+    path = write(tmp_path / "in", data[:-4] + b"\0" * (100 * filled))
+
+    assert prompts(rows_before_the_fault(path)) == expected(2)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_what_can_be_kept_of_a_torn_pipe_is_kept(monkeypatch: pytest.MonkeyPatch, compress: Any) -> None:
+    put_on_stdin(monkeypatch, compress(jsonl(0, 2000)) + compress(jsonl(2000, 1000))[:-1])
+
+    found = rows_before_the_fault(STDIN)
+
+    assert prompts(found) == expected(len(found))
+    assert len(found) >= (3000 if compress is gzip.compress else 1750)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstd])
