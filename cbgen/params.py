@@ -164,7 +164,8 @@ def _integers(name: str, value: Any) -> tuple[int, ...]:
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object of token ids and numbers, not {shown(value)}")
-    return tuple(sorted({_token_id(name, key): _number(name, bias) for key, bias in value.items()}.items()))
+    given = {key: bias for key, bias in value.items() if bias is not None}  # Arrow gives every row all keys
+    return tuple(sorted({_token_id(name, key): _number(name, bias) for key, bias in given.items()}.items()))
 
 
 def _token_id(name: str, key: Any) -> int:

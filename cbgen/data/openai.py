@@ -6,8 +6,11 @@ cannot do is an error for that line, never ignored. The answer names the model t
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from cbgen.data.files import redact
+from cbgen.data.messages import without_nulls
 from cbgen.errors import RowError, RowFailure
 from cbgen.params import shown
 from cbgen.records import Completion, Form, Row, Sample
@@ -33,19 +36,32 @@ _PARAMS = {
     "skip_special_tokens": "skip_special_tokens",
     "include_stop_str_in_output": "include_stop",
 }
-_IGNORED = frozenset({"model", "messages", "prompt", "user", "metadata", "store", "service_tier", "safety_identifier"})
+_IGNORED = frozenset(
+    {
+        "model", "messages", "prompt", "user", "metadata", "store", "service_tier", "safety_identifier",
+        "prompt_cache_key",
+    }
+)  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # other fields are fine while they ask for what happens anyway
     "stream": (False,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),  # 0 asks for the log-probability of each sampled token
     "top_logprobs": (0,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "length_penalty": (1,),
     "echo": (False,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "add_generation_prompt": (True,),
 }
+_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|authorization", re.IGNORECASE)
 _SERVER_ERRORS = frozenset({"nan_logits", "kv_never_fits", "tokenizer_error", "out_of_memory", "engine_error"})
 
 
@@ -78,8 +94,8 @@ def parse_request(row: Row) -> tuple[Form, dict[str, Any], dict[str, Any]]:
                 params[_PARAMS[name]] = value
         elif name == "chat_template_kwargs" and isinstance(value, dict):
             continue  # a common extension; goes to the template with the messages
-        elif value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
-            field = f"{name[:80]}={shown(value)}"
+        elif value is not None and name not in _IGNORED and not _is_neutral(name, value):
+            field = _shown_field(name, value)
             raise RowFailure("invalid_request", f"{row.place}: body field {field} is not supported")
     source = "messages" if form == "openai_chat" else "prompt"
     if body.get(source) is None:
@@ -93,12 +109,40 @@ def _form_and_body(row: Row) -> tuple[Form, dict[str, Any]]:
         raise RowFailure("invalid_request", f"{row.place}: custom_id is missing; give each request its own")
     url, method, body = columns.get("url"), columns.get("method", "POST"), columns.get("body")
     if not isinstance(url, str) or url not in URLS:
-        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {shown(url)}")
+        raise RowFailure("invalid_request", f"{row.place}: url must be one of {', '.join(URLS)}, not {_shown(url)}")
     if method != "POST":
-        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {shown(method)}")
+        raise RowFailure("invalid_request", f"{row.place}: method must be POST, not {_shown(method)}")
     if not isinstance(body, dict):
         raise RowFailure("invalid_request", f"{row.place}: body must be an object, not {type(body).__name__}")
     return URLS[url], body
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field asks for what happens anyway. For Python False is 0, and for OpenAI it is not."""
+    value = without_nulls(value)  # Arrow gives an object every key that it has in any row
+    return any(
+        isinstance(value, bool) is isinstance(neutral, bool) and value == neutral for neutral in _NEUTRAL.get(name, ())
+    )
+
+
+def _shown_field(name: str, value: Any) -> str:
+    """A field of a body for a message, without what may be a secret."""
+    return redact(name)[:80] if _SECRET_NAME.search(name) else f"{redact(name)[:80]}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return shown(_masked(value))
+
+
+def _masked(value: Any) -> Any:
+    """A value without what may be a secret, at any depth."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {
+            redact(str(key)): "***" if _SECRET_NAME.search(str(key)) else _masked(item) for key, item in value.items()
+        }
+    return [_masked(item) for item in value] if isinstance(value, list) else value
 
 
 def batch_record(row: Row, outcome: Completion | RowError, model: str) -> dict[str, Any]:

@@ -9,24 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
+import jinja2
 import numpy as np
 import numpy.typing as npt
 
 from cbgen.config import PromptConfig
+from cbgen.data.messages import check_messages, check_template_variables, check_tools, decode_bytes, decoded, type_name
 from cbgen.data.openai import is_batch_line, parse_request
-from cbgen.data.templates import check_chat_template, compile_template
+from cbgen.data.templates import NotText, check_chat_template, compile_template, not_text
 from cbgen.data.token_bounds import TokenBound, find_token_bound
 from cbgen.errors import InputError, RowError, RowFailure, UsageError
-from cbgen.params import SamplingParams, check_vocabulary, merge_params
+from cbgen.params import SamplingParams, check_vocabulary, merge_params, shown
 from cbgen.records import Prompt, Row
 
-__all__ = ["PromptBuilder", "Tokenizer", "check_first_rows", "check_prompt_config", "clash_message", "compile_template"]
+__all__ = [
+    "PromptBuilder",
+    "Tokenizer",
+    "check_first_rows",
+    "check_messages",
+    "check_prompt_config",
+    "clash_message",
+    "compile_template",
+]
 
 _CALL_CHARACTERS = 1 << 20  # of one call of the tokenizer
 _LONG_TEXT = 1 << 17  # characters, below which tokenizing is quicker than thinking about it
 _TAIL_MARGIN = 4096  # characters in front of a cut text, after which its tokens are those of the whole
+_SHOWN_COLUMNS = 20
 _RESERVED_KWARGS = {
     "add_generation_prompt": "it is always true, and false with --continue-final-message",
     "chat_template": "use --chat-template FILE",
@@ -163,10 +175,7 @@ class PromptBuilder:
         messages_column = config.messages_column if native else "messages"
         prompt_column = config.prompt_column if native else "prompt"
         if self._template is not None and native:
-            try:
-                draft.text = self._template.render({name: _readable(value) for name, value in columns.items()})
-            except Exception as error:
-                raise RowFailure("template_error", f"{place}: {_first_line(error)}") from error
+            draft.text = _render_row(self._template, columns, place)
         elif columns.get(messages_column) is not None:
             messages = check_messages(columns[messages_column], messages_column, place)
             draft.text = self._render_chat(messages, self._template_variables(columns, place), place)
@@ -174,19 +183,17 @@ class PromptBuilder:
         elif columns.get(prompt_column) is not None:
             self._take_prompt(draft, columns[prompt_column], prompt_column)
         else:
-            present = ", ".join(map(repr, columns)) or "none"
             raise RowFailure(
                 "missing_prompt",
-                f"{place}: no value in column {prompt_column!r} or {messages_column!r} (columns present: {present}); "
+                f"{place}: no value in column {prompt_column!r} or {messages_column!r} "
+                f"(columns present: {_listed(columns)}); "
                 "name the column with --prompt-column or --messages-column, or write a --template",
             )
 
     def _take_prompt(self, draft: _Draft, value: Any, column: str) -> None:
         place = draft.row.place
-        if isinstance(value, bytes):
-            value = _decoded(value, column, place)
-        if isinstance(value, str):
-            draft.text = value
+        if isinstance(value, str | bytes):
+            draft.text = decoded(value, column, place)
         elif isinstance(value, list) and all(type(item) is int for item in value):
             wrong = next((item for item in value if not 0 <= item < self._vocab_size), None)
             if wrong is not None:
@@ -194,7 +201,9 @@ class PromptBuilder:
                 raise RowFailure("token_out_of_range", message)
             draft.token_ids = value
         else:
-            kind = type(value).__name__
+            kind = type_name(value)
+            if isinstance(value, list):
+                kind = f"a list that holds {type_name(next(item for item in value if type(item) is not int))}"
             raise RowFailure("wrong_type", f"{place}: {column!r} must be text or a list of token ids, not {kind}")
 
     def _template_variables(self, columns: dict[str, Any], place: str) -> dict[str, Any]:
@@ -203,15 +212,14 @@ class PromptBuilder:
         if own is None and tools is None:
             return self._config.chat_template_kwargs
         variables = dict(self._config.chat_template_kwargs)
-        if isinstance(own, dict):
-            variables |= {name: value for name, value in own.items() if value is not None}
+        if own is not None:
+            variables |= check_template_variables(own, place)
             reserved = next((name for name in variables if name in _RESERVED_KWARGS), None)
             if reserved is not None:
                 message = f"{place}: chat_template_kwargs cannot set {reserved!r}: {_RESERVED_KWARGS[reserved]}"
                 raise RowFailure("invalid_params", message)
-        if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
-            variables["tools"] = tools
-        return variables
+        own_tools = [] if tools is None else check_tools(tools, place)
+        return variables | {"tools": own_tools} if own_tools else variables
 
     def _render_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any], place: str) -> str:
         config = self._config
@@ -379,7 +387,7 @@ def check_first_rows(rows: list[Row], config: PromptConfig) -> None:
         return
     if any(is_batch_line(row.columns) or any(name in row.columns for name in wanted) for row in rows):
         return
-    present = ", ".join(map(repr, dict.fromkeys(name for row in rows for name in row.columns))) or "none"
+    present = _listed(dict.fromkeys(name for row in rows for name in row.columns))
     seen = "this row" if len(rows) == 1 else f"the first {len(rows)} rows"
     raise InputError(
         f"{rows[0].place}: no column {config.prompt_column!r} or {config.messages_column!r} in {seen} "
@@ -394,50 +402,6 @@ def clash_message(column: str) -> str:
         f"the input has a column {column!r}, which is a result field of the output; rename it, or set --result-prefix "
         "so that result fields get other names"
     )
-
-
-def check_messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
-    """A chat, cleaned: null keys dropped (Arrow gives every message every key), text parts joined by newlines.
-
-    Raises:
-        RowFailure: not a non-empty list of {role, content} objects.
-    """
-
-    def fail(problem: str) -> RowFailure:
-        return RowFailure("invalid_messages", f"{place}: {column!r} {problem}")
-
-    if not isinstance(value, list) or not value:
-        raise fail(
-            f"must be a non-empty list of messages, not {'an empty list' if value == [] else type(value).__name__}"
-        )
-    messages = []
-    for number, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise fail(f"item {number} must be an object with role and content, not {type(message).__name__}")
-        kept = {key: item for key, item in message.items() if item is not None}
-        if not isinstance(kept.get("role"), str):
-            raise fail(f"item {number} has no role")
-        if "content" not in kept and "tool_calls" not in kept:
-            raise fail(f"item {number} has no content")
-        kept["content"] = _content_text(kept.get("content", ""), number, fail)
-        messages.append(kept)
-    return messages
-
-
-def _content_text(content: Any, number: int, fail: Any) -> str:
-    content = _readable(content)
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise fail(f"item {number} has content of type {type(content).__name__}; it must be text")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise fail(f"item {number} has a content part of type {kind!r}; only text parts can be used")
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _silence_length_warning(tokenizer: Any) -> None:
@@ -474,20 +438,21 @@ def _raise_unless_of_tokenizer(error: BaseException) -> None:
         raise error
 
 
-def _decoded(value: bytes, column: str, place: str) -> str:
+def _render_row(template: jinja2.Template, columns: dict[str, Any], place: str) -> str:
     try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{place}: {column!r} holds bytes that are not valid UTF-8 (at byte {error.start + 1})"
-        raise RowFailure("invalid_utf8", message) from error
+        # Only what the template uses fails: a column of images is often beside that of the questions.
+        return template.render({name: decode_bytes(value, partial(not_text, name)) for name, value in columns.items()})
+    except NotText as error:
+        raise RowFailure("invalid_utf8", f"{place}: {_first_line(error)}") from error
+    except Exception as error:
+        raise RowFailure("template_error", f"{place}: {_first_line(error)}") from error
 
 
-def _readable(value: Any) -> Any:
-    """Bytes that are text, as text: some writers of Parquet mark no column as text."""
-    try:
-        return value.decode("utf-8") if isinstance(value, bytes) else value
-    except UnicodeDecodeError:
-        return value
+def _listed(columns: Iterable[str]) -> str:
+    """Names of columns for a message; not all of very many."""
+    names = list(columns)
+    more = f" and {len(names) - _SHOWN_COLUMNS:,} more" if len(names) > _SHOWN_COLUMNS else ""
+    return (", ".join(map(shown, names[:_SHOWN_COLUMNS])) or "none") + more
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,6 +29,29 @@ _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs",
 _PADDING_FILTERS = ("center", "indent", "slice", "batch", "round", "wordwrap")
 
 
+class NotText(jinja2.UndefinedError):
+    """A template writes bytes that are no text."""
+
+
+class _NotText(jinja2.StrictUndefined):
+    """Stands for such bytes: a template may pass by them (an image), but not use them."""
+
+    __slots__ = ()
+    __repr__ = jinja2.StrictUndefined.__str__  # as part of a list
+
+
+def not_text(column: str, error: UnicodeDecodeError) -> jinja2.Undefined:
+    """What a template gets in place of bytes that are no text; using it raises `NotText`."""
+    message = f"{column!r} holds bytes that are not valid UTF-8 (at byte {error.start + 1})"
+    return _NotText(hint=message, exc=NotText)
+
+
+def _as_json(value: Any) -> str:
+    if isinstance(value, _NotText):
+        return str(value)  # which raises
+    raise TypeError(f"a value of type {type(value).__name__} is no JSON")
+
+
 def compile_template(text: str) -> jinja2.Template:
     """A row template: sandboxed, and a column that the row lacks is an error, not an empty string.
 
@@ -85,6 +108,7 @@ class _RowEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         del self.globals["lipsum"]
+        self.policies["json.dumps_kwargs"] = {**self.policies["json.dumps_kwargs"], "default": _as_json}
         for name in _PADDING_FILTERS:
             self.filters[name] = _bounded(self.filters[name])
         self.filters["format"] = _bounded_format(self.filters["format"])

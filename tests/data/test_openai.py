@@ -131,11 +131,63 @@ def test_null_asks_for_nothing() -> None:
     [
         {"logprobs": False}, {"top_logprobs": 0}, {"best_of": 1}, {"echo": False}, {"stream": False}, {"tools": []},
         {"tool_choice": "auto"}, {"frequency_penalty": 0.0}, {"response_format": {"type": "text"}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"modalities": ["text"]}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}, {"functions": []},
+        {"function_call": "none"}, {"suffix": ""}, {"length_penalty": 1.0}, {"length_penalty": 1},
+        {"prompt_cache_key": "k"}, {"stream_options": None}, {"reasoning_effort": None},
+        {"add_generation_prompt": True},
     ],
     ids=str,
 )  # fmt: skip
 def test_fields_that_ask_for_what_happens_anyway_are_fine(neutral: dict[str, Any]) -> None:
     assert request(**neutral) == {}
+
+
+def test_one_sample_is_what_happens_anyway() -> None:
+    assert merge_params(SamplingParams(), request(n=1)) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 0}, {"logprobs": 0.0}, {"best_of": True}, {"stream": 0}, {"frequency_penalty": False},
+        {"modalities": ["text", "audio"]}, {"function_call": "auto"}, {"functions": [{"name": "f"}]},
+        {"length_penalty": 1.1}, {"length_penalty": True}, {"add_generation_prompt": False}, {"suffix": "x"},
+        {"parallel_tool_calls": 1}, {"stream_options": {"include_usage": True}}, {"reasoning_effort": "low"},
+        {"response_format": {"type": "json_schema", "json_schema": None}}, {"response_format": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_ask_for_something_else_are_refused(asked: dict[str, Any]) -> None:
+    for url, source in ((URL, {"prompt": "x"}), ("/v1/chat/completions", {"messages": []})):
+        with pytest.raises(RowFailure, match="is not supported"):
+            parse_request(make_row(**line(url=url, body={**source, **asked})))
+
+
+SECRET = "abcdefgh12345678"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        line(body={"prompt": "x", "api_key": SECRET}),
+        line(body={"prompt": "x", "Auth-Token": SECRET}),
+        line(body={"prompt": "x", "client_secret": [SECRET]}),
+        line(body={"prompt": "x", "password": {"a": SECRET}}),
+        line(body={"prompt": "x", "extra": {"headers": [{"x-api-key": SECRET}]}}),
+        line(body={"prompt": "x", "extra": [f"hf_{SECRET}", f"https://me:{SECRET}@host/a?sig={SECRET}"]}),
+        line(body={"prompt": "x", "extra": "y" * 65 + f" sk-{SECRET}"}),
+        line(body={"prompt": "x", f"hf_{SECRET}": 1}),
+        line(body={"prompt": "x", "extra": {f"hf_{SECRET}": 1}}),
+        line(url=f"https://me:{SECRET}@host/v1/completions"),
+        line(method=f"hf_{SECRET}"),
+    ],
+    ids=str,
+)
+def test_messages_never_show_secrets(columns: dict[str, Any]) -> None:
+    with pytest.raises(RowFailure) as refused:
+        parse_request(make_row(**columns))
+    assert SECRET[:5] not in str(refused.value)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "best_of", "echo", "presence_penalty", "suffix", "prediction"])

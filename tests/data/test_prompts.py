@@ -730,8 +730,139 @@ def test_rows_bring_variables_and_tools_for_the_chat_template():
     assert text_of(chat, **options) == "a"
     assert text_of({**chat, "chat_template_kwargs": {"thinking": False, "other": None}}, **options) == "a!"
     assert text_of({**chat, "tools": [{"name": "f"}]}, **options) == "af"
-    assert text_of({**chat, "tools": "none of ours", "chat_template_kwargs": "neither"}, **options) == "a"
+    assert (
+        text_of({**chat, "tools": '[{"name": "f"}]', "chat_template_kwargs": '{"thinking": false}'}, **options) == "a!f"
+    )
+    assert text_of({**chat, "tools": b'[{"name": "f"}]', "chat_template_kwargs": b"{}"}, **options) == "af"
+    assert text_of({**chat, "tools": "null", "chat_template_kwargs": "null"}, **options) == "a"
+    assert text_of({**chat, "tools": [], "chat_template_kwargs": {}}, **options) == "a"
     assert text_of(batch_line(**chat, chat_template_kwargs={"thinking": False}), **options) == "a!"
     error = error_of({**chat, "chat_template_kwargs": {"tokenize": True}}, **options)
     assert error.code == "invalid_params"
     assert "tokenize" in error.message
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"chat_template_kwargs": "neither"}, "must be an object, or JSON text of one, not other text"),
+        ({"chat_template_kwargs": "[1]"}, "must be an object, or JSON text of one, not a list"),
+        ({"chat_template_kwargs": 3}, "must be an object, or JSON text of one, not a number"),
+        ({"chat_template_kwargs": [{"a": 1}]}, "must be an object, or JSON text of one, not a list"),
+        ({"tools": "hammer"}, "must be a list of objects, or JSON text of one, not other text"),
+        ({"tools": {"name": "f"}}, "must be a list of objects, or JSON text of one, not an object"),
+        ({"tools": '{"name": "f"}'}, "must be a list of objects, or JSON text of one, not an object"),
+        ({"tools": [{"name": "f"}, "g"]}, "must be a list of objects, or JSON text of one, not a list that holds text"),
+        ({"tools": True}, "must be a list of objects, or JSON text of one, not true or false"),
+    ],
+)
+def test_variables_and_tools_of_a_wrong_type_are_never_ignored(columns: dict[str, Any], words: str) -> None:
+    error = error_of({"messages": CHAT, **columns})
+    assert error.code == "invalid_params"
+    assert words in error.message
+    assert next(iter(columns)) in error.message
+
+
+def test_rows_that_are_no_chats_may_have_columns_of_these_names() -> None:
+    columns = {"prompt": "p", "tools": "hammer", "chat_template_kwargs": "neither"}
+    assert text_of(columns) == "p"
+    assert text_of({**columns, "messages": CHAT}, template="{{ tools }}") == "hammer"
+
+
+def test_nulls_in_tools_and_tool_calls_are_dropped_at_any_depth() -> None:
+    calls = [{"function": {"name": "f", "arguments": {"a": None, "b": [None, {"c": None, "d": 1}]}}, "id": None}]
+    template = "{{ messages[0].tool_calls | tojson }} {{ tools | tojson }}"
+    chat = {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}
+    tools = [{"type": "function", "function": {"name": "f", "strict": None, "enum": ["x", None]}}]
+    assert json.loads("[" + text_of({**chat, "tools": tools}, chat_template=template).replace("] [", "], [") + "]") == [
+        [{"function": {"name": "f", "arguments": {"b": [None, {"d": 1}]}}}],
+        [{"type": "function", "function": {"name": "f", "enum": ["x", None]}}],
+    ]
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+BAD = b"caf\xe9"
+
+
+def test_bytes_that_are_text_become_text_at_any_depth() -> None:
+    columns = {"a": {"b": [b"x", {"c": b"y"}]}, "d": b"z"}
+    assert text_of(columns, template="{{ a.b[0] }}{{ a.b[1].c }}{{ d }} {{ a }}") == "xyz {'b': ['x', {'c': 'y'}]}"
+    chat = [{"role": b"user", "content": [b"x", {"type": b"text", "text": b"y"}]}, {"role": "user", "content": b"z"}]
+    assert "user\nx\ny<" in text_of({"messages": chat})
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ a }}", "{{ a.b[0] }}", "{{ a | tojson }}", "{{ a.b | join }}", "{{ 'x' ~ a.b[0] }}", "{{ a.b[0] | upper }}",
+     "{{ a.b[0].decode() }}", "{% if a.b[0] %}x{% endif %}", "{% for c in a.b[0] %}x{% endfor %}", "{{ [a] }}"],
+)  # fmt: skip
+def test_bytes_that_are_no_text_fail_the_template_that_uses_them(template: str) -> None:
+    error = error_of({"a": {"b": [BAD]}}, template=template)
+    assert error.code == "invalid_utf8"
+    assert error.message.endswith("'a' holds bytes that are not valid UTF-8 (at byte 4)")
+
+
+def test_bytes_that_are_no_text_are_no_concern_of_a_template_that_passes_by() -> None:
+    columns = {"question": "q", "image": {"bytes": BAD, "path": "p.png"}}
+    assert text_of(columns, template="{{ question }} {{ image.path }} {{ image is none }}") == "q p.png False"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": [{"role": "user", "content": BAD}]},
+        {"messages": [{"role": "user", "content": ["x", BAD]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": BAD}]}]},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"arguments": BAD}}]}]},
+        {"messages": CHAT, "tools": [{"name": BAD}]},
+        {"messages": CHAT, "chat_template_kwargs": {"x": [BAD]}},
+    ],
+)
+def test_bytes_that_are_no_text_fail_a_chat(columns: dict[str, Any]) -> None:
+    error = error_of(columns)
+    assert error.code == "invalid_utf8"
+    assert "at byte 4" in error.message
+
+
+# -- messages that say what is there ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (["q1"], "a list that holds text"),
+        ([1, {"a": 1}], "a list that holds an object"),
+        ([1, 2.5], "a list that holds a number with a point"),
+        ([True], "a list that holds true or false"),
+        ([[1]], "a list that holds a list"),
+        ([1, None], "a list that holds null"),
+        ({"a": 1}, "an object"),
+    ],
+)
+def test_a_prompt_of_a_wrong_type_is_described(value: Any, words: str) -> None:
+    assert error_of({"prompt": value}).message.endswith(f"must be text or a list of token ids, not {words}")
+
+
+def test_only_some_of_many_columns_are_listed() -> None:
+    columns = {f"column {number}": 1 for number in range(1000)}
+    shown = ", ".join(f"'column {number}'" for number in range(20))
+    assert f"(columns present: {shown} and 980 more)" in error_of(columns).message
+    with pytest.raises(InputError) as raised:
+        check_first_rows([make_row(**columns)], PromptConfig())
+    assert f"(columns present: {shown} and 980 more)" in str(raised.value)
+    assert "'column 19')" in error_of(dict(list(columns.items())[:20])).message
+    assert len(error_of({"x" * 100_000: 1}).message) < 400
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", 3])
+def test_a_content_part_of_another_type_is_refused_even_with_a_text(kind: Any) -> None:
+    part = {"type": kind, "text": "caption", "image_url": {"url": "x"}}
+    error = error_of({"messages": [{"role": "user", "content": [part]}]})
+    assert error.code == "invalid_messages"
+    assert f"of type {kind!r}" in error.message
+
+
+def test_a_content_part_may_leave_its_type_out() -> None:
+    parts = [{"text": "a"}, {"type": None, "text": "b"}]
+    assert "user\na\nb<" in text_of({"messages": [{"role": "user", "content": parts}]})
