@@ -1,8 +1,8 @@
 """Bytes to lines to JSON and back: the one splitter and the one codec that every reader and writer uses.
 
 A line ends at LF and nowhere else: U+2028, U+0085 and a bare CR are content. One CR before the LF belongs to the line
-end. A UTF-8 byte order mark at the start of a file is not content. Lines of blanks are no rows, but they count as
-lines.
+end. UTF-8 byte order marks at the start of a line are not content: files that have one were put together. Lines of
+blanks are no rows, but they count as lines.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def split_lines(
         begun.add(first)
         for following in others:
             number += 1
-            start, offset = offset, offset + begun.size + 1
-            line = begun.end(number, start, offset, terminated=True)
+            offset += begun.size + 1
+            line = begun.end(number, offset, terminated=True)
             if line is not None:
                 yield line
             begun.restart(following)
-    line = begun.end(number + 1, offset, offset + begun.size, terminated=False)
+    line = begun.end(number + 1, offset + begun.size, terminated=False)
     if line is not None:
         yield line
 
@@ -99,15 +99,20 @@ class _Begun:
             self._is_blank = self._is_blank and not part.strip(_BLANK)
         self._parts = []
 
-    def end(self, number: int, start: int, end: int, *, terminated: bool) -> Line | None:
-        """The line from byte `start` to `end`; None if it is blank."""
+    def end(self, number: int, end: int, *, terminated: bool) -> Line | None:
+        """The line up to byte `end`; None if it is blank."""
         if self.size > self._max_bytes:
             return None if self._is_blank else Line(b"", number, end, terminated, self.size, self._checksum)
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        if start == 0 and data.startswith(BYTE_ORDER_MARK):
-            data = data[len(BYTE_ORDER_MARK) :]
-        content = data.removesuffix(b"\r")
+        content = without_marks(data).removesuffix(b"\r")
         return Line(content, number, end, terminated) if content.strip(_BLANK) else None
+
+
+def without_marks(data: bytes) -> bytes:
+    """The data from behind the byte order marks that it begins with."""
+    while data.startswith(BYTE_ORDER_MARK):
+        data = data[len(BYTE_ORDER_MARK) :]
+    return data
 
 
 def loads(data: bytes) -> Any:

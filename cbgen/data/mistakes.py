@@ -11,7 +11,7 @@ import json
 
 import pyarrow as pa
 
-from cbgen.data.lines import BYTE_ORDER_MARK, loads
+from cbgen.data.lines import loads, without_marks
 from cbgen.errors import InputError
 
 SNIFF_BYTES = 1 << 16
@@ -60,7 +60,7 @@ def check_head(shown: str, head: bytes, is_whole_file: bool) -> None:
     """
     problem = _binary(head) or _encoding(head)
     if problem is None:
-        text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+        text = without_marks(head).lstrip()
         problem = _markup(text) or _json_document(text, is_whole_file, shown) or _table(text, shown)
     if problem is not None:
         raise InputError(f"{shown} is {problem}")
@@ -82,7 +82,7 @@ def decompressed_head(head: bytes, kind: str) -> tuple[bytes, bool]:
 
 def is_plain_row(head: bytes) -> bool:
     """Whether the first line is a JSON object."""
-    return _is_object(head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0])
+    return _is_object(without_marks(head).lstrip().partition(b"\n")[0])
 
 
 def _binary(head: bytes) -> str | None:
@@ -188,7 +188,7 @@ def _table(text: bytes, shown: str) -> str | None:
 
 def _is_json(line: bytes) -> bool:
     try:
-        loads(line.strip())
+        loads(without_marks(line).strip())
     except ValueError:
         return False
     return True
@@ -196,6 +196,6 @@ def _is_json(line: bytes) -> bool:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(loads(line.strip()), dict)
+        return isinstance(loads(without_marks(line).strip()), dict)
     except ValueError:
         return False

@@ -57,7 +57,7 @@ def naive_lines(data: bytes) -> list[Line]:
             end += 1
         terminated = end < len(data)
         content = data[start:end]
-        if start == 0 and content[:3] == BYTE_ORDER_MARK:
+        while content[:3] == BYTE_ORDER_MARK:
             content = content[3:]
         if content[-1:] == b"\r":
             content = content[:-1]
@@ -97,7 +97,7 @@ def test_any_bytes_in_any_blocks_are_split_like_the_naive_twin(data: bytes, draw
 
 @pytest.mark.parametrize("seed", range(100))
 def test_lines_past_the_limit_are_dropped_however_the_blocks_are_cut(seed: int) -> None:
-    data = random_bytes(seed).removeprefix(BYTE_ORDER_MARK)
+    data = random_bytes(seed).replace(BYTE_ORDER_MARK, b"")
     limit = 6
     expected = []
     for line in naive_lines(data):
@@ -120,10 +120,11 @@ def test_only_one_carriage_return_belongs_to_the_line_end() -> None:
     assert next(split_lines([b"a\r\r\n"])).data == b"a\r"
 
 
-def test_byte_order_mark_is_dropped_at_the_start_of_the_file_only() -> None:
-    lines = list(split_lines([BYTE_ORDER_MARK + b"1\n" + BYTE_ORDER_MARK + b"2\n"]))
+def test_byte_order_marks_are_dropped_at_the_start_of_any_line_only() -> None:
+    mark = BYTE_ORDER_MARK
+    lines = list(split_lines([mark + b"1\n" + 2 * mark + b"2" + mark + b"\n" + mark + b" \r\n" + 2 * mark]))
 
-    assert [line.data for line in lines] == [b"1", BYTE_ORDER_MARK + b"2"]
+    assert [(line.data, line.number) for line in lines] == [(b"1", 1), (b"2" + mark, 2)]
 
 
 def test_byte_order_mark_that_is_cut_over_blocks_is_dropped() -> None:
