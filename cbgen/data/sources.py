@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ Kind = Literal["jsonl", "gzip", "zstd", "parquet"]
 _MAGIC: dict[bytes, Kind] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _MAGIC |= {bytes([0x50 + number]) + b"\x2a\x4d\x18": "zstd" for number in range(16)}  # a frame to be skipped
 _MAGIC_BYTES = 4
+_NEVER_EMPTY = re.compile(r"\.(parquet|pq|gz|zst|zstd)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,20 @@ def _check_input(file: NamedFile) -> Source:
         source = replace(source, size=os.stat(file.path).st_size if size is None else size)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"cannot read {shown}: {files.reason(error)}") from error
+    _check_not_empty(source)
     return _classified(source, head)
+
+
+def _check_not_empty(source: Source) -> None:
+    """Nothing is a file of no rows only where rows are lines; of the other forms none is so short.
+
+    Raises:
+        InputError: its name says that it is of another form.
+    """
+    ending = _NEVER_EMPTY.search(source.path.partition("?")[0]) if source.size == 0 else None
+    if ending is not None:
+        what = "a Parquet file" if ending[1].lower() in ("parquet", "pq") else "a compressed file"
+        raise InputError(f"{source.shown} is empty, not {what}; write or copy it anew, or remove it")
 
 
 def _read_head(stream: IO[bytes]) -> bytes:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,30 @@ def test_first_bytes_decide_what_a_file_is_not_its_name(tmp_path: Path, name: st
 @pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(b""), b"\xef\xbb\xbf"])
 def test_file_without_rows_gives_none(tmp_path: Path, data: bytes) -> None:
     assert read(write(tmp_path / "in", data)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("b.parquet", "a Parquet file"), ("b.PQ", "a Parquet file"), ("b.jsonl.gz", "a compressed file"),
+     ("b.zst", "a compressed file")],
+)  # fmt: skip
+@pytest.mark.parametrize("among_shards", [False, True])
+def test_file_of_no_bytes_is_refused_where_its_name_says_that_it_has_some(
+    tmp_path: Path, name: str, what: str, among_shards: bool
+) -> None:
+    paths = [write(tmp_path / "a.jsonl", jsonl(0, 2))] * among_shards + [write(tmp_path / name, b"")]
+
+    with pytest.raises(InputError, match=rf"/{name} is empty, not {what}; write or copy it anew"):
+        check_inputs(tuple(paths))
+
+
+def test_files_with_byte_order_marks_that_were_put_together_are_read(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+
+    rows = read(write(tmp_path / "in.jsonl", mark * 2 + jsonl(0, 1) + mark + jsonl(1, 1) + mark + b" \n" + mark))
+
+    assert prompts(rows) == expected(2)
+    assert [row.checksum for row in rows] == [zlib.crc32(line) for line in jsonl(0, 2).splitlines()]
 
 
 def test_empty_parquet_gives_no_rows(tmp_path: Path) -> None:
@@ -452,7 +477,7 @@ def test_any_bytes_give_one_row_per_line_that_is_not_blank(data: bytes) -> None:
             return
     if data[:2] in (b"\x1f\x8b", b"\x28\xb5"):
         return
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = [re.sub(rb"^(\xef\xbb\xbf)+", b"", line) for line in data.split(b"\n")]
 
     assert len(rows) == sum(bool(line.strip(b" \t\r\n\v\f")) for line in lines)
     assert [row.index for row in rows] == list(range(len(rows)))
