@@ -45,8 +45,11 @@ _NOT_WITH_STDOUT = ("json", "verify", "retry_errors", "overwrite")
 
 
 def _text_or_file(value: str | None, option: str) -> str | None:
-    """A value given directly, or as @FILE."""
-    return _file_text(value[1:], option) if value is not None and value.startswith("@") else value
+    """A value given directly, or as @FILE: then without the line end that editors put at the end of a file."""
+    if value is None or not value.startswith("@"):
+        return value
+    text = _file_text(value[1:], option)
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _file_text(path: str, option: str) -> str:
@@ -105,11 +108,13 @@ def cli() -> None:
 )  # fmt: skip
 @options(
     "Prompts",
-    option("--template", metavar="TEXT|@FILE", help="Jinja template over the row's columns."),
+    option("--template", metavar="TEXT|@FILE",
+            help="Jinja template over the row's columns; one line end at the end of FILE is dropped."),
     option("--prompt-column", default="prompt", show_default=True, help="Column with text or token ids."),
     option("--messages-column", default="messages", show_default=True, help="Column with a chat."),
     option("--system", help="System message for chats that have none."),
-    option("--chat-template", metavar="FILE", help="Chat template instead of the tokenizer's own."),
+    option("--chat-template", metavar="FILE",
+            help="Chat template instead of the tokenizer's own; one line end at the end is dropped here, too."),
     option("--chat-template-kwargs", type=JsonObject(), default={}, help="Extra variables for the chat template."),
     option("--continue-final-message", is_flag=True, help="Continue the last message instead of answering it."),
     option("--on-too-long", type=click.Choice(["error", "truncate-left"]), default="error", show_default=True,

@@ -352,7 +352,7 @@ def _hint(key: Any, spellings: dict[str, Any]) -> str:
 
 
 def read_text(path: str) -> str:
-    """A small text file.
+    """A small text file, without the byte order mark that some editors put in front.
 
     Raises:
         OSError: it cannot be read.
@@ -362,7 +362,7 @@ def read_text(path: str) -> str:
         data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
         raise ValueError(f"it is larger than {_LARGEST_FILE >> 20} MiB")
-    return data.decode("utf-8")
+    return data.decode("utf-8").removeprefix("\ufeff")
 
 
 def _load(path: str) -> dict[Any, Any]:
@@ -372,7 +372,7 @@ def _load(path: str) -> dict[Any, Any]:
         UsageError: it cannot be read, is not a mapping, or names a key twice.
     """
     try:
-        text = read_text(path).removeprefix("\ufeff")
+        text = read_text(path)
         values = tomllib.loads(text) if path.lower().endswith(".toml") else _load_yaml(path, text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error

@@ -413,9 +413,33 @@ def test_a_size_that_is_none_is_a_usage_error(configs, capsys):
 def test_template_from_a_file(configs, tmp_path, capsys):
     (tmp_path / "t.jinja").write_text("{{ x }}\n")
     run("--template", f"@{tmp_path / 't.jinja'}")
-    assert configs[0].prompt.template == "{{ x }}\n"
+    assert configs[0].prompt.template == "{{ x }}"
     assert run("--template", "@nowhere") == 2
     assert "cannot read nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "template"),
+    [
+        (b"{{ x }}", "{{ x }}"),
+        (b"{{ x }}\n\n", "{{ x }}\n"),
+        (b"a\r\n{{ x }}\r\n", "a\r\n{{ x }}"),
+        (b"{{ x }}\r", "{{ x }}\r"),
+        (b"\xef\xbb\xbf{{ x }}\n", "{{ x }}"),
+        (b"\n", ""),
+        (b"", ""),
+    ],
+)
+def test_byte_order_mark_and_last_line_end_of_a_template_file_are_dropped(configs, tmp_path, data, template):
+    (tmp_path / "t.jinja").write_bytes(data)
+    run("--template", f"@{tmp_path / 't.jinja'}", "--chat-template", str(tmp_path / "t.jinja"))
+    assert configs[0].prompt.template == template
+    assert configs[0].prompt.chat_template == data.removeprefix(b"\xef\xbb\xbf").decode()
+
+
+def test_a_template_given_as_text_stays_as_it_is(configs):
+    run("--template", "{{ x }}\n")
+    assert configs[0].prompt.template == "{{ x }}\n"
 
 
 def test_every_sampling_parameter_is_an_option():
