@@ -142,11 +142,15 @@ def _moment(scalar: pa.Scalar) -> Any:
     try:
         if pt.is_timestamp(kind) and kind.tz is not None:
             plain = pa.scalar(scalar.value, pa.int64()).cast(pa.timestamp(kind.unit))
-            return plain.cast(pa.string()).as_py() + "Z"
-        text = scalar.cast(pa.string()).as_py()
+            text = plain.cast(pa.string()).as_py() + "Z"
+        else:
+            text = scalar.cast(pa.string()).as_py()
     except pa.ArrowException:
         return str(scalar.value)
-    return str(scalar.value) if text.startswith("<") else text  # "<value out of range: ...>"
+    if text.startswith("<"):  # "<value out of range: ...>"
+        return str(scalar.value)
+    # The moments beside it that Python does hold are written with a T.
+    return text.replace(" ", "T") if pt.is_timestamp(kind) else text
 
 
 def _from_intervals(array: pa.Array) -> list[Any]:

@@ -134,17 +134,19 @@ _ODD = 1_700_000_000_123_456_789
 @pytest.mark.parametrize(
     ("array", "expected"),
     [
-        (pa.array([_ODD], pa.timestamp("ns")), ["2023-11-14 22:13:20.123456789"]),
-        (pa.array([_ODD], pa.timestamp("ns", "Europe/Berlin")), ["2023-11-14 22:13:20.123456789Z"]),
-        (pa.array([0], pa.timestamp("s", "Mars/Olympus")), ["1970-01-01 00:00:00Z"]),
+        (pa.array([_ODD], pa.timestamp("ns")), ["2023-11-14T22:13:20.123456789"]),
+        (pa.array([_ODD], pa.timestamp("ns", "Europe/Berlin")), ["2023-11-14T22:13:20.123456789Z"]),
+        (pa.array([0], pa.timestamp("s", "Mars/Olympus")), ["1970-01-01T00:00:00Z"]),
         (pa.array([10**18], pa.timestamp("us")), ["1000000000000000000"]),
+        (pa.array([2**62], pa.timestamp("s", "UTC")), [str(2**62)]),
+        (pa.array([-(2**62)], pa.timestamp("ms", "Europe/Berlin")), [str(-(2**62))]),
         (pa.array([1], pa.duration("ns")), ["1"]),
         (pa.array([1], pa.time64("ns")), ["00:00:00.000000001"]),
         (pa.array([2**31 - 1], pa.date32()), ["2147483647"]),
         (pa.array([2**62], pa.duration("s")), [str(2**62)]),
         (pa.array([{"t": [_ODD, None]}], pa.struct([("t", pa.list_(pa.timestamp("ns")))])),
-         [{"t": ["2023-11-14 22:13:20.123456789", None]}]),
-        (pa.array([[(_ODD, 1)]], pa.map_(pa.timestamp("ns"), pa.int8())), [[["2023-11-14 22:13:20.123456789", 1]]]),
+         [{"t": ["2023-11-14T22:13:20.123456789", None]}]),
+        (pa.array([[(_ODD, 1)]], pa.map_(pa.timestamp("ns"), pa.int8())), [[["2023-11-14T22:13:20.123456789", 1]]]),
         (pa.array([(1, 2, 3), None], pa.month_day_nano_interval()), [[1, 2, 3], None]),
         (pa.RunEndEncodedArray.from_arrays([2, 3, 5], [["x"], None, ["y"]]).slice(1, 3), [["x"], None, ["y"]]),
         (pa.DictionaryArray.from_arrays(pa.array([1, None, 0]), pa.array([[1], None])), [None, None, [1]]),
@@ -164,6 +166,13 @@ def test_values_that_python_lacks(array: pa.Array, expected: list[Any]) -> None:
     assert [str(row["a"]) if isinstance(row["a"], float) else row["a"] for row in rows] == expected
     for row in rows:
         loads(dumps(row))
+
+
+def test_one_column_of_moments_has_one_form() -> None:
+    array = pa.array([_ODD // 1000 * 1000, _ODD], pa.timestamp("ns"))
+    rows = batch_rows(pa.record_batch([array], names=["a"]))
+
+    assert [loads(dumps(row))["a"] for row in rows] == ["2023-11-14T22:13:20.123456", "2023-11-14T22:13:20.123456789"]
 
 
 def test_text_that_is_not_utf8_breaks_its_row_only_however_deep() -> None:
