@@ -115,6 +115,8 @@ def _parse_error(place: str, line: Line, error: ValueError) -> RowError:
     try:
         line.data.decode("utf-8")
     except UnicodeDecodeError as wrong:
+        if not line.terminated and wrong.reason == "unexpected end of data":
+            return RowError("invalid_utf8", f"{place}: the file ends within a character, so it may be cut off")
         return RowError(
             "invalid_utf8", f"{place}: not valid UTF-8 at byte {wrong.start + 1}; convert the file to UTF-8"
         )

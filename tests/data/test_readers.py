@@ -275,6 +275,19 @@ def test_invalid_utf8_message_names_the_byte(tmp_path: Path) -> None:
     assert "byte 7" in row.error.message
 
 
+@pytest.mark.parametrize(
+    ("end", "says_cut"),
+    [(b"\xe4", True), (b"\xe4\xbb", True), (b"\xe4\xbb\n", False), (b"\xe4x", False), (b"\xff", False)],
+)
+def test_file_that_ends_within_a_character_is_called_cut_off(tmp_path: Path, end: bytes, says_cut: bool) -> None:
+    (row,) = read(write(tmp_path / "in.jsonl", b'{"a":"' + end))
+
+    assert row.error is not None
+    assert row.error.code == "invalid_utf8"
+    assert ("cut off" in row.error.message) is says_cut
+    assert ("convert the file" in row.error.message) is not says_cut
+
+
 def test_not_an_object_message_names_the_kind(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "in.jsonl", b"3\nnull\n"))
 
