@@ -17,6 +17,12 @@ from cbgen.errors import InputError
 
 STDIN = "-"
 _SUFFIX = re.compile(r"\.(jsonl|ndjson|json|parquet|pq)(\.(gz|zst|zstd))?$", re.IGNORECASE)
+_UNREAD = re.compile(
+    r"\.(jsonl|ndjson|json|parquet|pq)\.(bz2|xz|lzma|lz4|lzo|lz|br|sz|snappy|z|zip|7z|rar)$", re.IGNORECASE
+)
+_DATASETS_LITTER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # the `datasets` library's notes
+_DATASETS_STATE = "state.json"
+_ARROW = ".arrow"
 _KNOWN = ".jsonl, .ndjson, .json, .parquet, .pq, also with .gz or .zst behind"
 _MAGIC = re.compile(r"[*?[]")
 _MAGIC_IN_URI = re.compile(r"[*[]")  # a question mark begins the options
@@ -92,7 +98,7 @@ def _expand_uri(uri: str, excluded: _Excluded) -> list[NamedFile]:
 
 def _in_directory(directory: str, excluded: _Excluded) -> list[NamedFile]:
     everything = list(_walk(directory, (), excluded))
-    taken = [found for found in everything if _SUFFIX.search(found.entry.name)]
+    taken = _data_files(everything)
     if not taken:
         shown = files.redact(directory)
         if not everything:
@@ -112,12 +118,40 @@ def _matching(pattern: str, magic: re.Pattern[str], excluded: _Excluded) -> list
     if not taken:
         for found in matches:
             taken += _walk(found.entry.path, found.parts, excluded)
-        taken = [found for found in taken if _SUFFIX.search(found.entry.name)]
+        taken = _data_files(taken)
     if not taken:
         raise InputError(
             f"no file matches {files.redact(pattern)}; check the pattern (names that begin with `_` or `.` are skipped)"
         )
     return _in_order(list({found.entry.path: found for found in taken}.values()))
+
+
+def _data_files(everything: list[_Found]) -> list[_Found]:
+    """The files whose names say that they hold rows.
+
+    Raises:
+        InputError: one of them is compressed in a way that is not read here, which must not be missed silently; or
+            there are only Arrow files.
+    """
+    unread = next((found for found in everything if _UNREAD.search(found.entry.name)), None)
+    if unread is not None:
+        shown = files.redact(unread.entry.path)
+        raise InputError(f"{shown} is compressed in a way that is not read here; decompress it or move it away")
+    arrow = [found for found in everything if found.entry.name.endswith(_ARROW)]
+    beside_arrow = {found.parts[:-1] for found in arrow}
+    taken = [
+        found
+        for found in everything
+        if _SUFFIX.search(found.entry.name)
+        and found.entry.name not in _DATASETS_LITTER
+        and not (found.entry.name == _DATASETS_STATE and found.parts[:-1] in beside_arrow)
+    ]
+    if arrow and not taken:
+        raise InputError(
+            f"{files.redact(arrow[0].entry.path)} is an Arrow file, and there are no others to read; export them to "
+            "Parquet, for example with `datasets.load_from_disk(...).to_parquet(...)`"
+        )
+    return taken
 
 
 def _cut_pattern(pattern: str, magic: re.Pattern[str]) -> tuple[str, tuple[str, ...], str]:

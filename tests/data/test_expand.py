@@ -161,6 +161,51 @@ def test_directory_of_other_files_is_refused_with_the_way_out(tmp_path: Path) ->
     assert labels(f"{tmp_path}/*") == ["part-0", "part-1"]
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.bz2", "d/b.json.xz", "b.parquet.LZ4", "b.ndjson.zip"])
+@pytest.mark.parametrize("pattern", ["", "/x*"])
+def test_data_file_that_is_compressed_in_another_way_is_not_missed_silently(
+    tmp_path: Path, name: str, pattern: str
+) -> None:
+    make(tmp_path / "x", "a.jsonl", name)
+
+    with pytest.raises(InputError, match=rf"/{name} is compressed in a way that is not read here; decompress it or"):
+        labels(f"{tmp_path}{pattern}")
+    assert labels(f"{tmp_path}/x/*.jsonl") == ["a.jsonl"]
+
+
+def test_other_litter_beside_data_files_is_skipped(tmp_path: Path) -> None:
+    make(
+        tmp_path,
+        "a.jsonl",
+        "b.csv",
+        "b.tsv",
+        "b.csv.bz2",
+        "b.jsonl.part",
+        "jsonl.bz2",
+        "notes.zip",
+        "dataset_info.json",
+    )
+
+    assert labels(tmp_path) == ["a.jsonl"]
+
+
+def test_directory_of_a_saved_dataset_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    make(
+        tmp_path, "dataset_dict.json", "train/data-00000-of-00001.arrow", "train/dataset_info.json", "train/state.json"
+    )
+
+    for directory in (tmp_path, tmp_path / "train", f"{tmp_path}/tr*"):
+        with pytest.raises(InputError, match=r"/train/data-0.*\.arrow is an Arrow file.*; export them to Parquet"):
+            labels(directory)
+
+
+def test_notes_about_a_dataset_are_no_rows(tmp_path: Path) -> None:
+    make(tmp_path, "dataset_infos.json", "train/a.parquet", "train/dataset_info.json", "state.json", "b/state.json")
+    make(tmp_path, "b/data-0.arrow")
+
+    assert labels(tmp_path) == ["state.json", "train/a.parquet"]
+
+
 def test_pattern_without_match_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no file matches .*/x\*"):
         labels(f"{tmp_path}/x*")
