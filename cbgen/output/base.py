@@ -93,6 +93,8 @@ class Output(ABC):
         if size >= state.num_bytes:
             if not size or is_intact(tape.path, state.mark):
                 if size > state.num_bytes:
+                    if state.closed and size_without_zeros(tape.path) > state.num_bytes:
+                        raise edited(self.path)
                     os.truncate(tape.path, state.num_bytes)
                 return state
             size = size_without_zeros(tape.path)
@@ -210,7 +212,8 @@ class Output(ABC):
                 f"{self.path} is shorter ({size:,} bytes) than what was committed ({state.num_bytes:,}); run the same "
                 "command without --verify to repair it"
             )
-        if state.num_bytes and checksum(path, state.num_bytes) != state.crc:
+        grown = state.closed and size > state.num_bytes and size_without_zeros(path) > state.num_bytes
+        if grown or (state.num_bytes and checksum(path, state.num_bytes) != state.crc):
             raise edited(self.path)
 
 

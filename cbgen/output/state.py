@@ -30,6 +30,7 @@ class State:
         good_digest: the same without the rows that are errors: those may be mended and tried again.
         signatures: size and change time of each input at the last commit.
         swap: a new tape waits to take the old one's place.
+        closed: the run that wrote this came to its end; nothing of ours lies behind the committed bytes.
     """
 
     rows: int = 0
@@ -43,6 +44,7 @@ class State:
     signatures: list[Any] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     swap: bool = False
+    closed: bool = False
 
     @property
     def mark(self) -> Mark:

@@ -44,6 +44,7 @@ class OrderedWriter:
         self._output = sidecar.output
         self._signatures = signatures
         with named_disk_errors(self._output):
+            state = self.state = replace(state, closed=False)
             sidecar.write_state(state)  # after a repair the one on disk still names rows that were cut off
             self._journal = Journal(sidecar.directory, state.rows)
             self._output.open(state)
@@ -183,9 +184,12 @@ class OrderedWriter:
     def __enter__(self) -> OrderedWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._output.close()
         self._journal.close()
+        if kind is None:
+            with named_disk_errors(self._output):
+                self._sidecar.write_state(replace(self.state, closed=True))
 
 
 def changed_row(row: Row) -> RefusedError:

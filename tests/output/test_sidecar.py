@@ -316,3 +316,18 @@ def test_output_in_the_input_directory_is_no_input_of_it_and_moves_none(
             rows = decoded(replace(job.output, path=place, rows_per_part=4))
             assert [row["prompt"] for row in rows if "completion" in row] == PROMPTS
         assert Path("in/rows.jsonl").read_bytes() == before
+
+
+def test_what_is_added_to_a_finished_output_is_never_cut_away(tmp_path: Path) -> None:
+    job = Command(tmp_path / "job", "jsonl", PROMPTS)
+    assert job.run() == 3
+    (output,) = [file for file in job.files if file.name == "out.jsonl"]
+    whole = output.read_bytes()
+    output.write_bytes(whole + b'{"my": "notes"}\n')
+    for options in ({}, {"verify": True}):
+        with pytest.raises(RefusedError, match="was edited"):
+            job.run(**options)
+    assert output.read_bytes() == whole + b'{"my": "notes"}\n'
+    output.write_bytes(whole + bytes(100))  # as a power cut may leave it
+    assert job.run() == 3
+    assert output.read_bytes() == whole

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,8 @@ def old_answer(row: Row) -> Completion:
 def test_tail_beyond_the_committed_size_is_cut(tmp_path: Path) -> None:
     config, rows = config_for(tmp_path), rows_of(5)
     work(config, rows[:3])
+    state = Path(f"{config.path}.cbgen/state.json")
+    state.write_bytes(replace(State.from_json(state.read_bytes()), closed=False).to_json())  # as after a kill
     with Path(config.path).open("ab") as file:
         file.write(b'{"half a rec')
 
@@ -653,9 +656,10 @@ def test_failing_fsync_is_an_error_that_names_the_output(tmp_path: Path, monkeyp
 
     with opened(config) as writer:
         writer.put(rows[0], record_of(rows[0], config))
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(CbgenError, match=r"out\.jsonl: Input/output error"):
-            writer.commit()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(CbgenError, match=r"out\.jsonl: Input/output error"):
+                writer.commit()
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
