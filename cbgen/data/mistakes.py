@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import islice
 
 import pyarrow as pa
 
+from cbgen.data.compressed import decompressed
 from cbgen.data.lines import loads, without_marks
 from cbgen.errors import InputError
 
@@ -42,6 +44,9 @@ _MARKS = {
     b"\xff\xfe": "UTF-16LE",
     b"\xfe\xff": "UTF-16BE",
 }
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_WINDOW_TOO_LARGE = "requires too much memory"  # in the decoder's words
+_JSON_STARTS = (b"{", b"[", b'"', b"-", b"true", b"false", b"null", *(b"%d" % digit for digit in range(10)))
 _FEW_LINES = 50
 _SEPARATORS = ((b"\t", "TSV", ",delimiter='\\t'"), (b";", "CSV", ",delimiter=';'"), (b",", "CSV", ""))
 _CSV_TO_JSON = "import csv,json,sys;[print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]"
@@ -61,22 +66,30 @@ def check_head(shown: str, head: bytes, is_whole_file: bool) -> None:
     problem = _binary(head) or _encoding(head)
     if problem is None:
         text = without_marks(head).lstrip()
-        problem = _markup(text) or _json_document(text, is_whole_file, shown) or _table(text, shown)
+        problem = _markup(text) or _line_ends(text, shown) or _json_document(text, is_whole_file, shown)
+        problem = problem or _table(text, shown) or _plain_text(text, shown)
     if problem is not None:
         raise InputError(f"{shown} is {problem}")
 
 
-def decompressed_head(head: bytes, kind: str) -> tuple[bytes, bool]:
-    """As much as can be read of a compressed file whose first bytes these are, and whether that is all of it."""
+def decompressed_head(shown: str, head: bytes, kind: str) -> tuple[bytes, bool]:
+    """As much as can be read of a compressed file whose first bytes these are, and whether that is all of it.
+
+    Raises:
+        InputError: it can never be read, however whole it is.
+    """
     text = b""
     try:
-        with pa.CompressedInputStream(pa.PythonFile(io.BytesIO(head), mode="r"), kind) as stream:
-            while block := stream.read(1 << 12):
-                text += block
-                if len(text) >= SNIFF_BYTES:
-                    return text, False
-    except OSError:  # cut off here, or broken: who reads it will say so
-        return text, False
+        for block in decompressed(lambda: io.BytesIO(head), kind, once=True):
+            text += block
+            if len(text) >= SNIFF_BYTES:
+                return text, False
+    except (OSError, pa.ArrowException) as error:
+        if _WINDOW_TOO_LARGE in str(error):
+            raise InputError(
+                f"{shown} is compressed with a window that is too large to read; compress it again without `--long`"
+            ) from error
+        return text, False  # cut off here, or broken: who reads it will say so
     return text, True
 
 
@@ -90,6 +103,8 @@ def _binary(head: bytes) -> str | None:
         return "zero bytes only, which is what a crash or a broken copy leaves; restore it"
     if head[257:262] == b"ustar":
         return "a tar archive; unpack it first"
+    if head.startswith(_POINTER):
+        return "a Git LFS pointer, not the file that it stands for; run `git lfs pull`"
     found = next((magic for magic in _FORMATS if head.startswith(magic)), None)
     if found is None or (found == b"BZh" and not head[3:4].isdigit()) or (found == b"ORC" and not _has_zeros(head)):
         return None
@@ -122,6 +137,14 @@ def _markup(text: bytes) -> str | None:
     if start.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
         return "an HTML page, perhaps the error page of a failed download; fetch the file again"
     return "an XML file; convert it to one JSON object per line" if start.startswith(b"<?xml") else None
+
+
+def _line_ends(text: bytes, shown: str) -> str | None:
+    """Rows that end at CR alone would all be one line."""
+    first, _, second = text.partition(b"\r")
+    if b"\n" in text or not second.lstrip().startswith(b"{") or not _is_object(first):
+        return None
+    return f"text whose lines end at CR, not at LF; convert it with `tr '\\r' '\\n' < {shown} > prompts.jsonl`"
 
 
 def _json_document(text: bytes, is_whole_file: bool, shown: str) -> str | None:
@@ -186,9 +209,24 @@ def _table(text: bytes, shown: str) -> str | None:
     return None
 
 
+def _plain_text(text: bytes, shown: str) -> str | None:
+    """Text, or a table of one column: no line even begins like JSON."""
+    lines = list(islice((line for line in map(_content, text.split(b"\n")) if line), _FEW_LINES))
+    if not lines or any(line.startswith(_JSON_STARTS) for line in lines):
+        return None
+    return (
+        "plain text (no line begins like JSON), not one JSON object per line; if each line is a prompt, convert it "
+        f"with `jq -cR '{{prompt: .}}' {shown} > prompts.jsonl`"
+    )
+
+
+def _content(line: bytes) -> bytes:
+    return without_marks(line).strip()
+
+
 def _is_json(line: bytes) -> bool:
     try:
-        loads(without_marks(line).strip())
+        loads(_content(line))
     except ValueError:
         return False
     return True
@@ -196,6 +234,6 @@ def _is_json(line: bytes) -> bool:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(loads(without_marks(line).strip()), dict)
+        return isinstance(loads(_content(line)), dict)
     except ValueError:
         return False

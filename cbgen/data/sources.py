@@ -169,10 +169,18 @@ def _check_input(file: NamedFile) -> Source:
             head = _read_head(stream)
         size = files.RemoteFile(file.path).size() if file.size is None and source.is_remote else file.size
         source = replace(source, size=os.stat(file.path).st_size if size is None else size)
+        has_lost_its_start = head.startswith(bytes(_MAGIC_BYTES)) and _ends_like_parquet(source)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"cannot read {shown}: {files.reason(error)}") from error
+    if has_lost_its_start:
+        raise InputError(f"{shown} is a damaged Parquet file: it begins with zero bytes; write or copy it anew")
     _check_not_empty(source)
     return _classified(source, head)
+
+
+def _ends_like_parquet(source: Source) -> bool:
+    with open_random_access(source) as file:
+        return source.size >= _MAGIC_BYTES and file.read_at(_MAGIC_BYTES, source.size - _MAGIC_BYTES) == b"PAR1"
 
 
 def _check_not_empty(source: Source) -> None:
@@ -220,7 +228,7 @@ def _classified(source: Source, head: bytes) -> Source:
     if kind == "jsonl":
         check_head(source.shown, head, len(head) < SNIFF_BYTES)
         return replace(source, kind=kind, length=None if source.is_stream else source.size)
-    text, is_whole_file = decompressed_head(head, kind)
+    text, is_whole_file = decompressed_head(source.shown, head, kind)
     check_head(source.shown, text, is_whole_file)
     return replace(source, kind=kind)
 

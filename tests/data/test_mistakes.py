@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cbgen.data.readers import check_inputs, read_rows
@@ -50,6 +51,9 @@ def archive(kind: str) -> bytes:
     return buffer.getvalue()
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -67,6 +71,8 @@ def archive(kind: str) -> bytes:
         (bytes(4096), "zero bytes only"),
         (b"\0", "zero bytes only"),
         (gzip.compress(gzip.compress(JSONL)), "compressed twice"),
+        (_POINTER, "a Git LFS pointer, not the file that it stands for; run `git lfs pull`"),
+        (b"\x28\xb5\x2f\xfd\x00\xa8\x19\0\0{}\n", "compressed with a window that is too large"),
     ],
 )
 def test_other_formats_are_named(tmp_path: Path, data: bytes, words: str) -> None:
@@ -138,6 +144,49 @@ def test_tables_are_refused_with_a_command_that_works(tmp_path: Path, separator:
     assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ['say "hi", {now}; ok', "b\nc"]
 
 
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz"])
+def test_pointer_is_named_whatever_it_stands_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(JSONL)
+    (tmp_path / name).write_bytes(_POINTER)
+
+    with pytest.raises(InputError, match=rf"/{name} is a Git LFS pointer"):
+        check_inputs((str(tmp_path),))
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize("data", [b'{"a": 1}\r{"a": 2}\r', b'\xef\xbb\xbf{"a": 1}\r\r {"a": 2', b'{"a": 1}\r' * 20_000])
+def test_lines_that_end_at_cr_are_refused_with_a_command_that_works(tmp_path: Path, data: bytes, compress: Any) -> None:
+    message = refusal(tmp_path, compress(data))
+
+    assert "text whose lines end at CR, not at LF; convert it with `tr '\\r' '\\n' < " in message
+    result = subprocess.run(["tr", "\\r", "\\n"], input=data, capture_output=True, check=True)
+    assert num_rows(tmp_path, result.stdout) == data.count(b"{")
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello, world\n",
+        b"Say hello.\n\n\tSay goodbye.\n",
+        b"prompt\nSay hello.\nSay goodbye.\n",
+        b"hello\n" * 50 + JSONL,
+        b"x" * 100_000,
+    ],
+)
+def test_plain_text_is_refused(tmp_path: Path, data: bytes, compress: Any) -> None:
+    assert "plain text (no line begins like JSON)" in refusal(tmp_path, compress(data))
+
+
+@pytest.mark.parametrize("lost", [4, 100, 70_000])
+def test_parquet_that_lost_its_start_is_named(tmp_path: Path, lost: int) -> None:
+    data = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": [f"{number} of many rows" for number in range(20_000)]}), data)
+    whole = data.getvalue().to_pybytes()
+
+    assert "a damaged Parquet file: it begins with zero bytes" in refusal(tmp_path, bytes(lost) + whole[lost:])
+
+
 @pytest.mark.parametrize(
     ("data", "count"),
     [
@@ -153,7 +202,13 @@ def test_tables_are_refused_with_a_command_that_works(tmp_path: Path, separator:
         (b'{"prompt": "a', 1),
         (b"3\nnull\n", 2),
         (b"1,2\n", 1),
-        (b"hello, world\n", 1),
+        (b"hello\n" * 49 + b"[1]\n", 50),
+        (b"\n" * 60 + b"-\n", 1),
+        (b"null\nhello\n", 2),
+        (b'"a"\n', 1),
+        (b'{"a": 1}\r', 1),
+        (b'{"a": 1}\r\n{"a": 2}', 2),
+        (b'{"a": 1,\r"b": 2}', 1),
         (b'"a, b"\n"c, d"\n', 2),
         (b"ORC is fine\n" + JSONL, 4),
         (b'{"prompt": "a\\u0000"}\n' + JSONL, 4),
