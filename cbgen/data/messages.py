@@ -14,7 +14,7 @@ from cbgen.data.lines import loads
 from cbgen.errors import RowFailure
 
 _TYPE_NAMES = {
-    "str": "text", "bytes": "bytes", "dict": "an object", "list": "a list", "bool": "true or false",
+    "str": "text", "bytes": "bytes", "dict": "an object", "list": "a list", "bool": "a boolean",
     "int": "a number", "float": "a number with a point", "NoneType": "null",
 }  # fmt: skip
 

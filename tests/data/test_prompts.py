@@ -753,7 +753,7 @@ def test_rows_bring_variables_and_tools_for_the_chat_template():
         ({"tools": {"name": "f"}}, "must be a list of objects, or JSON text of one, not an object"),
         ({"tools": '{"name": "f"}'}, "must be a list of objects, or JSON text of one, not an object"),
         ({"tools": [{"name": "f"}, "g"]}, "must be a list of objects, or JSON text of one, not a list that holds text"),
-        ({"tools": True}, "must be a list of objects, or JSON text of one, not true or false"),
+        ({"tools": True}, "must be a list of objects, or JSON text of one, not a boolean"),
     ],
 )
 def test_variables_and_tools_of_a_wrong_type_are_never_ignored(columns: dict[str, Any], words: str) -> None:
@@ -834,7 +834,7 @@ def test_bytes_that_are_no_text_fail_a_chat(columns: dict[str, Any]) -> None:
         (["q1"], "a list that holds text"),
         ([1, {"a": 1}], "a list that holds an object"),
         ([1, 2.5], "a list that holds a number with a point"),
-        ([True], "a list that holds true or false"),
+        ([True], "a list that holds a boolean"),
         ([[1]], "a list that holds a list"),
         ([1, None], "a list that holds null"),
         ({"a": 1}, "an object"),
