@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -33,17 +33,24 @@ class NotText(jinja2.UndefinedError):
     """A template writes bytes that are no text."""
 
 
-class _NotText(jinja2.StrictUndefined):
-    """Stands for such bytes: a template may pass by them (an image), but not use them."""
+class _NotText:
+    """Stands for such bytes: a template may pass by them (an image), and ask whether they are there."""
 
-    __slots__ = ()
-    __repr__ = jinja2.StrictUndefined.__str__  # as part of a list
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def _fail(self, *_: object) -> NoReturn:
+        raise NotText(self._message)
+
+    __str__ = __repr__ = __len__ = __iter__ = __getattr__ = __getitem__ = __contains__ = __add__ = __radd__ = _fail
+
+    def __bool__(self) -> bool:
+        return True
 
 
-def not_text(column: str, error: UnicodeDecodeError) -> jinja2.Undefined:
-    """What a template gets in place of bytes that are no text; using it raises `NotText`."""
-    message = f"{column!r} holds bytes that are not valid UTF-8 (at byte {error.start + 1})"
-    return _NotText(hint=message, exc=NotText)
+def not_text(column: str, error: UnicodeDecodeError) -> object:
+    """What a template gets in place of bytes that are no text; writing it raises `NotText`."""
+    return _NotText(f"{column!r} holds bytes that are not valid UTF-8 (at byte {error.start + 1})")
 
 
 def _as_json(value: Any) -> str:

@@ -795,7 +795,9 @@ def test_bytes_that_are_text_become_text_at_any_depth() -> None:
 @pytest.mark.parametrize(
     "template",
     ["{{ a }}", "{{ a.b[0] }}", "{{ a | tojson }}", "{{ a.b | join }}", "{{ 'x' ~ a.b[0] }}", "{{ a.b[0] | upper }}",
-     "{{ a.b[0].decode() }}", "{% if a.b[0] %}x{% endif %}", "{% for c in a.b[0] %}x{% endfor %}", "{{ [a] }}"],
+     "{{ a.b[0].decode() }}", "{{ a.b[0] | default('x') }}", "{% for c in a.b[0] %}x{% endfor %}", "{{ [a] }}",
+     "{{ 'x' + a.b[0] }}", "{{ a.b[0] + 'x' }}", "{{ '%s' % a.b[0] }}", "{{ '{}'.format(a) }}", "{{ a.b[0][:2] }}",
+     "{{ a.b[0] | length }}", "{{ 'x' in a.b[0] }}", "{{ a.b[0] | string }}", "{{ a.b[0] | trim }}"],
 )  # fmt: skip
 def test_bytes_that_are_no_text_fail_the_template_that_uses_them(template: str) -> None:
     error = error_of({"a": {"b": [BAD]}}, template=template)
@@ -805,7 +807,8 @@ def test_bytes_that_are_no_text_fail_the_template_that_uses_them(template: str) 
 
 def test_bytes_that_are_no_text_are_no_concern_of_a_template_that_passes_by() -> None:
     columns = {"question": "q", "image": {"bytes": BAD, "path": "p.png"}}
-    assert text_of(columns, template="{{ question }} {{ image.path }} {{ image is none }}") == "q p.png False"
+    template = "{{ question }} {{ image.path }} {{ image.bytes is none }} {{ 'seen' if image.bytes else 'blind' }}"
+    assert text_of(columns, template=template) == "q p.png False seen"
 
 
 @pytest.mark.parametrize(
