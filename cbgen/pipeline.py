@@ -153,9 +153,13 @@ def _generate(session: _Session, job: Job, feed: PromptFeed) -> None:
     those that do not end in it are generated again next time.
     """
     engine, rules, signals = job.engine, session.rules, session.signals
+    is_told = False
     while not (rules.check(engine.stats.num_sampled_tokens, job.num_errors) and _has_ended(job, rules)):
         if rules.stop is None:
             job.admit(feed)
+        elif not is_told:
+            is_told = True
+            session.reports.note(f"stopping ({rules.stop.reason}): {engine.num_running:,} rows in flight may still end")
         engine.more_is_coming = not feed.exhausted
         if engine.has_unfinished:
             for generation in engine.step():

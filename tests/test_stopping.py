@@ -475,7 +475,7 @@ def test_rows_in_flight_have_their_grace():
 
 
 def broken_lines(quick, num_rows):
-    quick.write([f"no json {i}" for i in range(num_rows)])
+    quick.write([f'{{"cut off": {i}' for i in range(num_rows)])
 
 
 def test_fail_fast_stops_at_the_first_of_many_broken_rows(quick):

@@ -81,6 +81,8 @@ class StdoutOutput(Output):
                 with contextlib.suppress(OSError):  # or the interpreter complains about it on its way out
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise CbgenError("the reader of stdout went away") from None
+            except OSError as error:
+                raise CbgenError(f"cannot write to stdout: {error.strerror}; a run to stdout starts anew") from error
         return Mark(self._rows)
 
     def close(self) -> None:
