@@ -438,6 +438,35 @@ def test_batch_lines_are_answered_flat_in_a_table(quick):
     ]
 
 
+def test_keys_that_arrow_adds_to_objects_of_a_batch_file_ask_for_nothing(quick):
+    """Every object of a column has every key that one of them has; the others hold null."""
+    bodies = [
+        {"prompt": "1", "logit_bias": {"5": 1.0}, "response_format": {"type": "text"}},
+        {"prompt": "2", "logit_bias": {"7": 1.0}, "n": 1},
+        {"prompt": "3", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"messages": chat("4"), "modalities": ["text"]},
+    ]
+    rows = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions" if "prompt" in body else "/v1/chat/completions",
+            "body": body,
+        }
+        for number, body in enumerate(bodies)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), quick.path("in.parquet"))
+    assert quick.run(quick.path("in.parquet")).code == 3
+    records = quick.records()
+    assert [(r["custom_id"], r["error"] and r["error"]["code"]) for r in records] == [
+        ("0", None),
+        ("1", None),
+        ("2", "invalid_request"),
+        ("3", None),
+    ]
+    assert sorted(quick.asked) == ["1", "2", "[user]4>"]
+
+
 # -- Parquet to Parquet -----------------------------------------------------------------------------------------------
 
 NUM_ROWS = 10
