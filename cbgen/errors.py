@@ -69,7 +69,7 @@ class Stopped(CbgenError):
 
 ROW_ERROR_CODES = {
     "invalid_json": "the line is not valid JSON",
-    "invalid_utf8": "the line is not valid UTF-8",
+    "invalid_utf8": "the line, or a text in it, is not valid UTF-8",
     "line_too_long": "the line has more than 64 MiB",
     "not_an_object": "the line is valid JSON but not an object",
     "missing_prompt": "the row has no column to take a prompt from",
