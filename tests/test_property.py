@@ -59,8 +59,14 @@ class InputFile:
         """One item per row: its id, or None where it has none. None when nobody can say."""
         if self.text is None:
             return None if self.rows is None else [None] * self.rows
-        text = self.text.removeprefix(BOM)
-        return [_row_id(line) for line in text.split(b"\n") if line.strip(b" \t\r\v\f")]
+        lines = [_without_boms(line) for line in self.text.split(b"\n")]
+        return [_row_id(line) for line in lines if line.strip(b" \t\r\v\f")]
+
+
+def _without_boms(line):
+    while line.startswith(BOM):
+        line = line.removeprefix(BOM)
+    return line
 
 
 def _row_id(line):
@@ -661,6 +667,7 @@ FOUND = {
         {},
         form="out.parquet",
     ),
+    "a byte order mark that is a whole line": Example([line_file(b'{"prompt": "a", "id": 0}', BOM)], {}, {}),
     "a row group with fewer rows than its footer counts": Example([InputFile(MISCOUNTED)], {}, {}),
     "a column of Parquet with a name that is not UTF-8": Example(
         [InputFile(PARQUET.replace(b"prompt", b"\x80rompt"))], {}, {}
