@@ -87,7 +87,7 @@ def test_splitting_from_the_end_of_any_row_gives_the_rest_identically(seed: int)
 
 
 @given(st.lists(st.one_of(st.binary(max_size=8), st.sampled_from(_PIECES)), max_size=30).map(b"".join), st.data())
-@fuzz(300)
+@fuzz(2000)
 def test_any_bytes_in_any_blocks_are_split_like_the_naive_twin(data: bytes, draw: st.DataObject) -> None:
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(data)), max_size=8)))
     blocks = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]

@@ -1,6 +1,6 @@
 """OpenAI Batch lines: which rows are some, what a request asks for, and what an answer looks like.
 
-The fuzz runs the same 500 examples each time, or as many new ones as CBGEN_EXAMPLES says.
+The fuzz runs the same 2,000 examples each time, or as many new ones as CBGEN_EXAMPLES says.
 """
 
 import json
@@ -309,7 +309,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return error
 
 
-@fuzz(500)
+@fuzz(2000)
 @given(st.one_of(lines, requests, st.dictionaries(st.text(), values, max_size=5)).filter(readable))
 def test_any_object_is_a_request_or_an_error_of_a_known_code(columns: dict[str, Any]) -> None:
     row = Row(0, "in.jsonl line 1", as_read(columns), 1, Position())
@@ -333,7 +333,7 @@ def test_any_object_is_a_request_or_an_error_of_a_known_code(columns: dict[str, 
         assert isinstance(params, SamplingParams)
 
 
-@fuzz(500)
+@fuzz(2000)
 @given(lines.filter(readable) | requests.filter(readable))
 def test_any_line_becomes_a_prompt_or_an_error_and_either_is_answered_in_strict_json(columns: dict[str, Any]) -> None:
     read = as_read(columns)

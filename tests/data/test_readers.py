@@ -479,7 +479,7 @@ def test_line_that_is_too_long_is_an_error_row_and_its_bytes_are_not_kept(tmp_pa
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(_PIECES)), max_size=30).map(b"".join))
-@fuzz(400)
+@fuzz(2000)
 def test_any_bytes_give_one_row_per_line_that_is_not_blank(data: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
