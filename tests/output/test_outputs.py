@@ -1,7 +1,6 @@
 """Every kind of local output: right, in order and once, through deaths at every call, power cuts and other people."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,15 @@ from cbgen.config import OutputConfig
 from cbgen.errors import CbgenError, UsageError
 from cbgen.output.outputs import make_output
 from cbgen.output.places import Place
-from tests.output.machine import fast_directory, machine
-from tests.output.miniature import KINDS, Mini, answer, small_files
+from tests.output.machine import machine
+from tests.output.miniature import Mini, answer, small_files
 
 NUM_ROWS = 7
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with fast_directory(tmp_path) as directory:
-        yield directory
 
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small_files(monkeypatch)
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def unbroken(directory: Path, kind: str, num_rows: int = NUM_ROWS, **options: Any) -> list[dict[str, Any]]:

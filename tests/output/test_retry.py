@@ -12,9 +12,8 @@ import pytest
 
 from cbgen.errors import CbgenError, RefusedError
 from cbgen.output.retry import RetryWriter
-from tests.output.machine import fast_directory, machine
+from tests.output.machine import machine
 from tests.output.miniature import (
-    KINDS,
     Command,
     Mini,
     answer,
@@ -29,20 +28,9 @@ NUM_ROWS = 9  # rows 3 and 8 fail; row 8 is good at the second try
 FAILED = [3, 8]
 
 
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with fast_directory(tmp_path) as directory:
-        yield directory
-
-
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small_files(monkeypatch)
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def finished(directory: Path, kind: str, num_rows: int = NUM_ROWS) -> Mini:

@@ -14,26 +14,15 @@ from cbgen.config import OutputConfig
 from cbgen.errors import CbgenError, InputError, RefusedError
 from cbgen.output.outputs import FileOutput, Output, PartsOutput
 from cbgen.output.writers import OrderedWriter
-from tests.output.machine import fast_directory, machine
-from tests.output.miniature import KINDS, Command, Mini, decoded, long_answer, sidecar_of, small_files
+from tests.output.machine import machine
+from tests.output.miniature import Command, Mini, decoded, long_answer, sidecar_of, small_files
 
 PROMPTS = [f"prompt {index}" + "~" * (index % 4 == 2) for index in range(11)]
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with fast_directory(tmp_path) as directory:
-        yield directory
 
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small_files(monkeypatch)
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def flipped(data: bytes, place: int) -> bytes:
