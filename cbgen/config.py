@@ -13,6 +13,14 @@ from cbgen.errors import UsageError
 
 OnTooLong = Literal["error", "truncate-left"]
 OutputFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+Order = Literal["file", "longest", "auto"]
+OPTIMIZATIONS = {
+    "native": "operators compiled for this CPU; without it plain torch",
+    "fusion": "projections, norms and activations of a layer joined",
+    "packing": "weights kept in the layout that the matrix product reads",
+    "prefix-cache": "prompts that begin alike are read once",
+    "prediction": "rows admitted by the length they will have, not by the longest they could have",
+}
 _FORMATS_BY_SUFFIX: dict[str, OutputFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -88,8 +96,15 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Limits of the engine; None is chosen from the model and the device. `kv_cache_memory` is in bytes."""
+    """Limits of the engine; None is chosen from the model and the device. `kv_cache_memory` is in bytes.
 
+    Attributes:
+        order: in which rows are admitted; rows come out in input order whatever it is.
+        disabled: names out of `OPTIMIZATIONS` that are switched off, to compare or to work around a fault.
+    """
+
+    order: Order = "auto"
+    disabled: frozenset[str] = frozenset()
     batching: Literal["continuous", "static"] = "continuous"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -97,6 +112,9 @@ class EngineConfig:
     kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
+        unknown = sorted(self.disabled - OPTIMIZATIONS.keys())
+        if unknown:
+            raise UsageError(f"--disable {unknown[0]}: no such optimization; there are {', '.join(OPTIMIZATIONS)}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
