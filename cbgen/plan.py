@@ -100,7 +100,7 @@ class Plan:
             "model": {**asdict(config.model), "path": str(self.files.directory)},
             "prompt": asdict(config.prompt),
             "sampling": self.params.as_dict(),
-            "engine": asdict(config.engine),
+            "engine": asdict(config.engine) | {"disabled": sorted(config.engine.disabled)},
             "output_options": asdict(config.output),
             "stop": asdict(config.stop),
         }
