@@ -171,5 +171,10 @@ def is_converted(files: ModelFiles) -> bool:
 
 def conversion_directory(files: ModelFiles) -> Path:
     """Where the converted form of a GGUF file is kept, by its identity."""
+    return cache_directory() / "models" / f"{model_identity(files)}-v1"
+
+
+def cache_directory() -> Path:
+    """Where what was made once is kept for later runs: `$CBGEN_CACHE`, else `cbgen` in the user's cache."""
     root = Path(os.environ.get("CBGEN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cbgen")
-    return root.expanduser() / "models" / f"{model_identity(files)}-v1"
+    return root.expanduser()
