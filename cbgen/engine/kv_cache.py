@@ -34,7 +34,7 @@ def bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dtype
 
 
 class KVCache:
-    """K and V of every layer. Written by attention at `slot_mapping`, read through block tables."""
+    """K and V of every layer. Written by operators at `slot_mapping`, read through block tables."""
 
     def __init__(
         self, layers: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -53,14 +53,3 @@ class KVCache:
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """(K, V), each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self._keys[layer_idx], self._values[layer_idx]
-
-    def store(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write this step's K and V.
-
-        Args:
-            key, value: [num_tokens, num_kv_heads, head_dim].
-            slot_mapping: [num_tokens] int64, block * block_size + offset.
-        """
-        block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for cache, new in ((self._keys[layer_idx], key), (self._values[layer_idx], value)):
-            cache.transpose(1, 2)[block, offset] = new.to(cache.dtype)  # view [num_blocks, block_size, heads, dim]

@@ -7,11 +7,13 @@ import gc
 import torch
 
 from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
-from cbgen.engine.attention.reference import ReferenceBackend
 from cbgen.engine.kv_cache import KVCache
 from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import ModelInput
+from cbgen.engine.operators.backend import PagedBackend
+from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.sampler import Sampler
+from cbgen.engine.sampling_input import SamplingInput
 
 
 class ModelRunner:
@@ -20,7 +22,8 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self.loaded = loaded
         self.kv_cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.sampler = Sampler()
+        self.operators = ReferenceOperators()
+        self.sampler = Sampler(self.operators)
 
     def run(self, model_input: ModelInput) -> list[int | None]:
         """Compute one step.
@@ -30,7 +33,7 @@ class ModelRunner:
         """
         loaded = self.loaded
         metadata = AttentionMetadata.from_model_input(model_input, loaded.device)
-        context = AttentionContext(ReferenceBackend(self.kv_cache, metadata), loaded.windows)
+        context = AttentionContext(PagedBackend(self.operators, self.kv_cache, metadata), loaded.windows)
         logits = forward(
             loaded.model,
             torch.from_numpy(model_input.input_ids).to(loaded.device),
@@ -41,7 +44,8 @@ class ModelRunner:
         if not model_input.sampling:
             return []
         with torch.inference_mode():
-            return self.sampler.sample(logits, model_input.sampling)
+            token_ids = self.sampler.sample(logits, SamplingInput.from_sequences(model_input.sampling))
+        return [None if token_id < 0 else token_id for token_id in token_ids.tolist()]
 
     def release_memory(self) -> None:
         """After a failed step: give back what it allocated, so that a smaller one has the room."""

@@ -45,7 +45,7 @@ class Sequence:
         stop_on_text: called with each new token id; True ends the sequence. The engine never sees the text; whoever
             adds the sequence knows how to decode it, and looks after `min_tokens`.
         random_stream: (seed, stream, sample): with the token position, all that a random draw depends on, see
-            `cbgen.engine.sampler.uniforms`.
+            `cbgen.engine.sampling_input.uniforms`.
         slot: place in the running set, 0 <= slot < max_num_seqs, or -1 while waiting.
     """
 

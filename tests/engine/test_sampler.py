@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cbgen.engine.sampler import Sampler, uniforms
+from cbgen.engine.operators.reference import ReferenceOperators
+from cbgen.engine.sampler import Sampler
+from cbgen.engine.sampling_input import SamplingInput, uniforms
 from cbgen.params import SamplingParams
 from tests.engine.test_scheduler import make_sequence
 
@@ -15,6 +17,16 @@ def make_row(index=0, num_output=0, **params):
     sequence = make_sequence(index, 2, 100, params=SamplingParams(**params), random_stream=(3, index, 0))
     sequence.output_token_ids = list(range(num_output))
     return sequence
+
+
+def sample(logits, rows):
+    token_ids = Sampler(ReferenceOperators()).sample(logits, SamplingInput.from_sequences(rows))
+    assert token_ids.dtype == np.int64
+    return [None if token_id == -1 else token_id for token_id in token_ids.tolist()]
+
+
+def random_words(rows):
+    return SamplingInput.from_sequences(rows).random_words
 
 
 def make_logits(num_rows, seed=0):
@@ -45,14 +57,14 @@ def kept_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 def test_draws_come_from_the_kept_set_and_reach_all_of_it(params):
     logits = make_logits(1)
     rows = [make_row(index, **{"temperature": 1.0, **params}) for index in range(3000)]
-    drawn = set(Sampler().sample(logits.expand(3000, -1).clone(), rows))
+    drawn = set(sample(logits.expand(3000, -1).clone(), rows))
     assert drawn == kept_by_hand(logits[0], **params)
 
 
 def test_frequencies_match_the_softmax():
     logits = make_logits(1)
     rows = [make_row(index, temperature=1.3) for index in range(20_000)]
-    drawn = torch.tensor(Sampler().sample(logits.expand(20_000, -1).clone(), rows))
+    drawn = torch.tensor(sample(logits.expand(20_000, -1).clone(), rows))
     observed = torch.bincount(drawn, minlength=VOCAB) / 20_000
     expected = torch.softmax(logits[0] / 1.3, dim=-1)
     assert float((observed - expected).abs().sum()) < 0.04
@@ -63,28 +75,28 @@ def test_a_row_draws_the_same_alone_and_in_any_company():
     mixes += [{"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.1, "seed": 9}]
     rows = [make_row(index, num_output=index % 5, **mixes[index % len(mixes)]) for index in range(60)]
     logits = make_logits(60)
-    together = Sampler().sample(logits.clone(), rows)
-    alone = [Sampler().sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
-    backwards = Sampler().sample(logits.flip(0).clone(), rows[::-1])[::-1]
+    together = sample(logits.clone(), rows)
+    alone = [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    backwards = sample(logits.flip(0).clone(), rows[::-1])[::-1]
     assert together == alone == backwards
 
 
 def test_a_wide_nucleus_needs_more_than_the_prefilter():
     logits = torch.zeros(1, 5000)
     rows = [make_row(index, temperature=1.0, top_p=0.9) for index in range(4000)]
-    drawn = Sampler().sample(logits.expand(4000, -1).clone(), rows)
+    drawn = sample(logits.expand(4000, -1).clone(), rows)
     assert 1024 < max(drawn) < 4501
 
 
 def test_top_k_one_of_two_equal_logits_is_one_token():
     logits = torch.zeros(1, VOCAB)
     rows = [make_row(index, temperature=1.0, top_k=1) for index in range(100)]
-    assert set(Sampler().sample(logits.expand(100, -1).clone(), rows)) == {0}
+    assert set(sample(logits.expand(100, -1).clone(), rows)) == {0}
 
 
 def test_greedy_is_the_argmax_of_the_raw_logits():
     logits = make_logits(8)
-    assert Sampler().sample(logits.clone(), [make_row(i) for i in range(8)]) == logits.argmax(-1).tolist()
+    assert sample(logits.clone(), [make_row(i) for i in range(8)]) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -92,9 +104,9 @@ def test_greedy_is_the_argmax_of_the_raw_logits():
 def test_a_row_of_bad_logits_is_none_and_harms_no_other(value, temperature):
     logits = make_logits(3)
     rows = [make_row(index, temperature=temperature) for index in range(3)]
-    clean = Sampler().sample(logits.clone(), rows)
+    clean = sample(logits.clone(), rows)
     logits[1, 4] = value
-    assert Sampler().sample(logits, rows) == [clean[0], None, clean[2]]
+    assert sample(logits, rows) == [clean[0], None, clean[2]]
 
 
 def test_min_tokens_masks_every_stop_id_and_only_until_then():
@@ -102,19 +114,19 @@ def test_min_tokens_masks_every_stop_id_and_only_until_then():
     logits[:, 4], logits[:, 9], logits[:, 2] = 9.0, 8.0, 7.0
     early, late = (make_row(i, num_output=n, min_tokens=3) for i, n in enumerate((2, 3)))
     early.stop_token_ids = late.stop_token_ids = frozenset({4, 9})
-    assert Sampler().sample(logits, [early, late]) == [2, 4]
+    assert sample(logits, [early, late]) == [2, 4]
 
 
 def test_repetition_penalty_counts_prompt_and_output_of_its_own_row_only():
     logits = torch.full((2, VOCAB), -1.0)
     logits[:, 7], logits[:, 0] = 1.9, 2.0
     penalized, plain = make_row(0, num_output=1, repetition_penalty=1.5), make_row(1, num_output=1)
-    assert Sampler().sample(logits.clone(), [penalized, plain]) == [7, 0]
+    assert sample(logits.clone(), [penalized, plain]) == [7, 0]
 
 
 def test_uniforms_are_a_pure_function_spread_over_the_unit_interval():
     rows = [make_row(index % 100, num_output=index // 100) for index in range(10_000)]
-    first, second = uniforms(rows), uniforms(rows[::-1])[::-1]
+    first, second = uniforms(random_words(rows)), uniforms(random_words(rows[::-1]))[::-1]
     assert np.array_equal(first, second)
     assert len(np.unique(first)) == 10_000
     assert abs(first.mean() - 0.5) < 0.01
@@ -123,7 +135,7 @@ def test_uniforms_are_a_pure_function_spread_over_the_unit_interval():
 
 def test_the_first_uniforms_never_change():
     """Outputs made with a seed must be reproducible by later versions, so the generator is part of the contract."""
-    assert uniforms([make_row(0), make_row(1, num_output=4)]).tolist() == [
+    assert uniforms(random_words([make_row(0), make_row(1, num_output=4)])).tolist() == [
         0.8367955706748803,
         _splitmix_in_python([3, 1, 0, 4]),
     ]
@@ -148,7 +160,7 @@ def test_a_bias_is_added_to_its_own_row():
     logits = torch.zeros(3, VOCAB)
     logits[:, 7] = 1.0
     rows = [make_row(0), make_row(1, logit_bias=((3, 2.0), (9, 5.0), (7, 1.0))), make_row(2, logit_bias=((7, -0.5),))]
-    assert Sampler().sample(logits.clone(), rows) == [7, 9, 7]
+    assert sample(logits.clone(), rows) == [7, 9, 7]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 1e6])
@@ -156,27 +168,27 @@ def test_minus_100_forbids_a_token_however_likely_it_is(temperature):
     logits = torch.zeros(200, VOCAB)
     logits[:, 7] = 1e6
     rows = [make_row(i, temperature=temperature, logit_bias=((7, -100.0),)) for i in range(200)]
-    drawn = set(Sampler().sample(logits, rows))
+    drawn = set(sample(logits, rows))
     assert drawn == {0} if temperature == 0 else drawn <= set(range(VOCAB)) - {7}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_forbids_everything_still_gets_a_token(temperature):
     rows = [make_row(i, temperature=temperature, logit_bias=tuple((t, -100.0) for t in range(VOCAB))) for i in range(9)]
-    assert None not in Sampler().sample(make_logits(9), rows)
+    assert None not in sample(make_logits(9), rows)
 
 
 def test_min_tokens_outranks_a_bias():
     row = make_row(0, min_tokens=1, logit_bias=((7, 100.0), (8, 50.0)))
     row.stop_token_ids = frozenset({7})
-    assert Sampler().sample(torch.zeros(1, VOCAB), [row]) == [8]
+    assert sample(torch.zeros(1, VOCAB), [row]) == [8]
 
 
 def test_biased_rows_do_not_depend_on_their_company():
     rows = [make_row(i, temperature=i % 2, logit_bias=((i, 3.0), (2 * i, -100.0))[: i % 3]) for i in range(24)]
     logits = make_logits(24)
-    alone = [Sampler().sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
-    assert Sampler().sample(logits.clone(), rows) == alone
+    alone = [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    assert sample(logits.clone(), rows) == alone
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,7 @@ def test_every_parameter_at_its_bound_gives_a_token_that_the_logits_allow(params
         row.stop_token_ids = frozenset({4, 5})
     logits = make_logits(50) * scale
     logits[:, 9] = float("-inf")
-    tokens = Sampler().sample(logits, rows)
+    tokens = sample(logits, rows)
     assert all(token is not None and token != 9 for token in tokens)
     if params.get("min_tokens"):
         assert not {4, 5} & set(tokens)

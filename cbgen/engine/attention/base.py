@@ -61,13 +61,18 @@ class AttentionMetadata:
     """A step's ragged shape: tensors on the device, and the lengths on the host for backends that loop.
 
     Attributes:
-        slot_mapping: [T] int64; block_tables: [B, max_blocks] int64; context_lens: [B] int64.
-        query_starts, host_context_lens: the same facts as plain ints, B + 1 and B long.
+        slot_mapping: [T] int64.
+        block_tables: [B, max_blocks] int32; entries past a sequence's own blocks are stale.
+        context_lens: [B] int32, positions a sequence holds, this step's included.
+        cu_seqlens_q: [B + 1] int32, offsets of the sequences' tokens in the packed row.
+        num_decodes: the first that many sequences have exactly one token.
+        query_starts, host_context_lens: `cu_seqlens_q` and `context_lens` as plain ints.
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     context_lens: Tensor
+    cu_seqlens_q: Tensor
     num_decodes: int
     query_starts: list[int]
     host_context_lens: list[int]
@@ -76,8 +81,9 @@ class AttentionMetadata:
     def from_model_input(cls, model_input: ModelInput, device: torch.device) -> AttentionMetadata:
         return cls(
             slot_mapping=torch.from_numpy(model_input.slot_mapping).to(device),
-            block_tables=torch.from_numpy(model_input.block_tables).to(device, torch.int64),
-            context_lens=torch.from_numpy(model_input.context_lens).to(device, torch.int64),
+            block_tables=torch.from_numpy(model_input.block_tables).to(device),
+            context_lens=torch.from_numpy(model_input.context_lens).to(device),
+            cu_seqlens_q=torch.from_numpy(model_input.cu_seqlens_q).to(device),
             num_decodes=model_input.num_decodes,
             query_starts=model_input.cu_seqlens_q.tolist(),
             host_context_lens=model_input.context_lens.tolist(),

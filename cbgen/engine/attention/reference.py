@@ -1,4 +1,4 @@
-"""The reference backend: gather the blocks, then plain torch attention. Any device, any option; the oracle.
+"""Attention as the reference does it: gather the blocks, then plain torch. Any device, any option; the oracle.
 
 Decodes are padded to the longest of the step and attended in one call; prefill chunks go one sequence at a time. Also
 home of `ProbeBackend`, which needs no cache: it runs when a model is loaded, to learn what its layers look like.
@@ -11,63 +11,69 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
-from cbgen.engine.kv_cache import KVCache, LayerSpec
+from cbgen.engine.kv_cache import LayerSpec
 
 
-class ReferenceBackend:
-    """Paged attention by gather. One instance serves one step."""
+def paged_attention(
+    call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    """Attend from every token of a step, [T, Hq, D], to what its sequence holds; [T, Hq, Dv].
 
-    def __init__(self, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
-        self.kv_cache = kv_cache
-        self.metadata = metadata
+    The caches are [num_blocks, Hkv, block_size, D or Dv] and hold this step's tokens already.
+    """
+    outputs = []
+    if metadata.num_decodes:
+        outputs.append(_decode(call, query[: metadata.num_decodes], key_cache, value_cache, metadata))
+    for index in range(metadata.num_decodes, len(metadata.host_context_lens)):
+        start, stop = metadata.query_starts[index], metadata.query_starts[index + 1]
+        outputs.append(_prefill(call, index, query[start:stop], key_cache, value_cache, metadata))
+    if not outputs:
+        return query.new_empty(0, query.shape[1], value_cache.shape[-1])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, Hq, Dv]
 
-    def forward(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionBackend.forward`."""
-        metadata = self.metadata
-        self.kv_cache.store(call.layer_idx, key, value, metadata.slot_mapping)
-        outputs = []
-        if metadata.num_decodes:
-            outputs.append(self._decode(call, query[: metadata.num_decodes]))
-        for index in range(metadata.num_decodes, len(metadata.host_context_lens)):
-            start, stop = metadata.query_starts[index], metadata.query_starts[index + 1]
-            outputs.append(self._prefill(call, index, query[start:stop]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, Hq, Dv]
 
-    def _decode(self, call: AttentionCall, query: Tensor) -> Tensor:
-        """One query token per sequence, [B, Hq, D], against everything that sequence holds."""
-        metadata = self.metadata
-        num_seqs = metadata.num_decodes
-        context_lens = metadata.context_lens[:num_seqs]
-        max_blocks = -(-max(metadata.host_context_lens[:num_seqs]) // self.kv_cache.block_size)
-        key, value = self._gather(call.layer_idx, metadata.block_tables[:num_seqs, :max_blocks])
-        positions = torch.arange(key.shape[2], device=query.device)
-        visible = positions < context_lens[:, None]  # [B, L]
-        if call.window is not None:
-            visible &= positions >= context_lens[:, None] - call.window
-        # What was never written may hold anything, NaN included, and 0 x NaN is NaN: clear it, masking is not enough.
-        hidden = ~visible[:, None, :, None]
-        key, value = key.masked_fill_(hidden, 0), value.masked_fill_(hidden, 0)
-        output = attend(call, query[:, :, None], key, value, visible[:, None, None, :])  # [B, Hq, 1, Dv]
-        return output.squeeze(2)
+def _decode(
+    call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    """One query token per sequence, [B, Hq, D], against everything that sequence holds."""
+    num_seqs = metadata.num_decodes
+    context_lens = metadata.context_lens[:num_seqs]
+    max_blocks = -(-max(metadata.host_context_lens[:num_seqs]) // key_cache.shape[2])
+    block_tables = metadata.block_tables[:num_seqs, :max_blocks]
+    key, value = _gather(key_cache, block_tables), _gather(value_cache, block_tables)
+    positions = torch.arange(key.shape[2], device=query.device)
+    visible = positions < context_lens[:, None]  # [B, L]
+    if call.window is not None:
+        visible &= positions >= context_lens[:, None] - call.window
+    # What was never written may hold anything, NaN included, and 0 x NaN is NaN: clear it, masking is not enough.
+    hidden = ~visible[:, None, :, None]
+    key, value = key.masked_fill_(hidden, 0), value.masked_fill_(hidden, 0)
+    output = attend(call, query[:, :, None], key, value, visible[:, None, None, :])  # [B, Hq, 1, Dv]
+    return output.squeeze(2)
 
-    def _prefill(self, call: AttentionCall, index: int, query: Tensor) -> Tensor:
-        """A chunk of one sequence's prompt, [Tq, Hq, D], against what it holds up to and including the chunk."""
-        length = self.metadata.host_context_lens[index]
-        num_blocks = -(-length // self.kv_cache.block_size)
-        key, value = self._gather(call.layer_idx, self.metadata.block_tables[index : index + 1, :num_blocks])
-        visible = causal_mask(query.shape[0], length, call.window, query.device)
-        output = attend(call, query.transpose(0, 1)[None], key[:, :, :length], value[:, :, :length], visible)
-        return output[0].transpose(0, 1)
 
-    def _gather(self, layer_idx: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of the blocks in [B, num_blocks], laid out [B, Hkv, num_blocks * block_size, D]."""
-        num_seqs, num_blocks = block_tables.shape
-        length = num_blocks * self.kv_cache.block_size
-        key, value = (cache[block_tables].transpose(1, 2) for cache in self.kv_cache.layer(layer_idx))
-        return (
-            key.reshape(num_seqs, key.shape[1], length, key.shape[-1]),
-            value.reshape(num_seqs, value.shape[1], length, value.shape[-1]),
-        )
+def _prefill(
+    call: AttentionCall,
+    index: int,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """A chunk of one sequence's prompt, [Tq, Hq, D], against what it holds up to and including the chunk."""
+    length = metadata.host_context_lens[index]
+    num_blocks = -(-length // key_cache.shape[2])
+    block_tables = metadata.block_tables[index : index + 1, :num_blocks]
+    key, value = _gather(key_cache, block_tables), _gather(value_cache, block_tables)
+    visible = causal_mask(query.shape[0], length, call.window, query.device)
+    output = attend(call, query.transpose(0, 1)[None], key[:, :, :length], value[:, :, :length], visible)
+    return output[0].transpose(0, 1)
+
+
+def _gather(cache: Tensor, block_tables: Tensor) -> Tensor:
+    """The blocks in [B, num_blocks] of a cache, laid out [B, Hkv, num_blocks * block_size, D]."""
+    blocks = cache[block_tables].transpose(1, 2)  # [B, Hkv, num_blocks, block_size, D]
+    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
 
 
 class ProbeBackend:
@@ -117,7 +123,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, visib
     batch, num_heads, num_queries, head_dim = query.shape
     if call.softcap is None and call.sinks is None:
         # One query: the heads that share a KV head become its queries, so that each K and V is read once.
-        packed = query.view(batch, key.shape[1], -1, head_dim) if num_queries == 1 else query
+        packed = query.reshape(batch, key.shape[1], -1, head_dim) if num_queries == 1 else query
         output = F.scaled_dot_product_attention(packed, key, value, visible, scale=call.scale, enable_gqa=True)
         return output.reshape(batch, num_heads, num_queries, -1)
     group = num_heads // key.shape[1]

@@ -1,0 +1,130 @@
+"""The operators a step is made of, beside its matrix products: one interface, filled once per kind of device.
+
+Shapes: T tokens packed in one row, H hidden size, Hq query heads, Hkv KV heads, D head size, S rows that sample. What
+is stored has the dtype of its tensor; what happens in between is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of queries and keys: weights [D] float32, and the epsilon of both."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a joined projection [T, (Hq + 2 Hkv) * D] is made up: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: HeadNorms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """Parameters of R rows that draw, all [R].
+
+    Attributes:
+        temperature: above 0; float32.
+        top_k: int32; 0 and numbers from the vocabulary's size up keep all.
+        top_p, min_p: float32; 1 and 0 keep all.
+        uniforms: float64 in [0, 1).
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    uniforms: npt.NDArray[np.float64]
+
+
+class Operators(Protocol):
+    """A row's or sequence's results do not depend on what else is in the call, nor on the number of threads.
+
+    Last dimensions are contiguous; the others may be strided unless it says otherwise.
+
+    Attributes:
+        name: how settings and reports call them.
+    """
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, [T, H].
+
+        Args:
+            x: [T, H].
+            weight: [H] float32.
+            eps: added to the mean of squares.
+            residual: [T, H]; if given it becomes residual + x in place, and the norm is that of the sum.
+        """
+        ...
+
+    def activation_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """act(gate) * up: [T, 2 I], the gate first, to [T, I]."""
+        ...
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norm (if the layout has norms) and rotate queries and keys; store keys and values.
+
+        Args:
+            qkv: [T, (Hq + 2 Hkv) * D]; its queries are changed in place.
+            layout: what is where in it.
+            cos, sin: [T, R] as transformers' rotary modules give them: R <= D values whose halves repeat each other.
+            key_cache, value_cache: [num_blocks, Hkv, block_size, D], contiguous.
+            slot_mapping: [T] int64, block * block_size + offset.
+
+        Returns:
+            [T, Hq, D], a view of the queries in `qkv`.
+        """
+        ...
+
+    def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write keys [T, Hkv, D] and values [T, Hkv, Dv] into caches [num_blocks, Hkv, block_size, D or Dv]."""
+        ...
+
+    def attention(
+        self, call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attend from [T, Hq, D] to what the caches hold, this step's tokens included; [T, Hq, Dv], contiguous."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[S] int64: the lowest id of each row's maximum; -1 where [S, V] holds NaN or +inf, or nothing but -inf."""
+        ...
+
+    def draw(self, logits: Tensor, rows: npt.NDArray[np.int64], params: DrawParams) -> Tensor:
+        """Draw from some rows of [S, V]; [R] int64, any id where the logits are not sound.
+
+        A row's tokens weigh exp(logit / temperature). Top-k keeps the k likeliest; of these, min-p (arXiv 2407.01082)
+        those of at least min_p times the best; of these, top-p (arXiv 1904.09751) the likeliest that together reach
+        top_p. Of equally likely ones those of the lowest ids are kept. The uniform number inverts the cumulative
+        distribution of the kept in vocabulary order, in float64.
+        """
+        ...
