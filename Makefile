@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory bench-rows field-cases fuzz
+.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,3 +63,9 @@ bench-memory: setup ## memory over 200,000 rows beside 2,000
 
 bench-rows: setup ## rows per second of everything but the model, a million rows on one core
 	$(BIN)/python -m tests.benchmarks.throughput $(ARGS)
+
+bench-start: setup ## start to first row, and a short job, beside a plain transformers script
+	$(BIN)/python -m tests.benchmarks.startup $(ARGS)
+
+bench-around: setup ## what reader, tokenizer and writer add to the engine's time
+	$(BIN)/python -m tests.benchmarks.around_engine $(ARGS)

@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from cbgen import __version__
+from cbgen.collection import skip_last_collection
 from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig, StopConfig
 from cbgen.errors import EXIT_OK, EXIT_SECOND_SIGNAL, CbgenError, Stopped, UsageError
 from cbgen.options import (
@@ -352,6 +353,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     finally:
         _settle(sys.stdout)
         _settle(sys.stderr)
+        if arguments is None:  # else the process is not ours, and goes on
+            skip_last_collection()
 
 
 def _call(arguments: Iterable[str] | None) -> None:

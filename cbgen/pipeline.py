@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 
 from cbgen import __version__
+from cbgen.collection import no_collection, set_apart
 from cbgen.config import RunConfig
 from cbgen.data.feed import PromptFeed
 from cbgen.data.files import redact
@@ -64,13 +65,14 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
             reports.verified(verify_output(config))
             return EXIT_OK
         plan = make_plan(config)
-        with Sidecar.open(config.output, tuple(source.path for source in plan.sources)) as sidecar:
+        with Sidecar.open(config.output, tuple(source.path for source in plan.sources)) as sidecar, set_apart():
             start = _recover(plan, sidecar, reports)
             is_batch_file = _is_batch_file(plan, sidecar, start)
             rules = StopRules(config.stop, signals, clock.started, start.num_errors)
             ready = None
             if start.has_rows and not rules.check(0, 0):
-                ready = _get_ready(plan, reports, make_serving or _load)
+                with no_collection():
+                    ready = _get_ready(plan, reports, make_serving or _load)
             settings = _settings(plan, ready)
             _announce(reports, plan, ready, start)
             sidecar.begin(plan.fingerprint, _details(settings, sidecar, is_batch_file))

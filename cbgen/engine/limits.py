@@ -31,7 +31,7 @@ class Limits:
     Attributes:
         max_model_len: longest sequence, prompt plus output, in tokens.
         num_blocks: KV blocks of `block_size` tokens.
-        notices: one sentence for each limit that is lower than the user might expect.
+        notices: the model's, and one sentence for each limit that is lower than the user might expect.
     """
 
     max_num_seqs: int
@@ -55,7 +55,7 @@ def choose_limits(loaded: LoadedModel, config: EngineConfig, free_bytes: int | N
         UsageError: --max-model-len is beyond what the model can do.
         ModelError: the KV cache would be too small.
     """
-    notices: list[str] = []
+    notices = list(loaded.notices)
     kind = loaded.device.type
     max_model_len = _context(loaded, config, notices)
     max_num_batched_tokens = config.max_num_batched_tokens or max(

@@ -41,6 +41,7 @@ class LoadedModel:
         vocab_size: rows of the embedding; ids at or above it cannot be fed.
         max_context: longest sequence that it computes correctly here.
         max_context_reason: why `max_context` is shorter than the model's own limit, or empty.
+        notices: a sentence for each thing about the files that the user should know.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class LoadedModel:
     device: torch.device
     hidden_size: int
     intermediate_size: int
+    notices: tuple[str, ...] = ()
 
 
 def choose_device(name: str) -> torch.device:
@@ -145,6 +147,7 @@ def load_model(
         device=device,
         hidden_size=text_config.hidden_size,
         intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
+        notices=_leftover_weights(sorted(info["unexpected_keys"])),
     )
 
 
@@ -173,6 +176,13 @@ def _check_architecture(name: str, config: Any, text_config: Any) -> None:
         refuse(f"its layers of type {', '.join(sorted(others))} are neither full nor sliding-window attention")
     if getattr(text_config, "num_kv_shared_layers", 0):
         refuse("some of its layers share the KV cache of others")
+
+
+def _leftover_weights(keys: list[str]) -> tuple[str, ...]:
+    """What transformers drops without a word; harmless for heads of another task, and a sign of the wrong config."""
+    if not keys:
+        return ()
+    return (f"the checkpoint holds {len(keys):,} weights that the model does not use, such as {keys[0]}",)
 
 
 def _windows_by_layer_type(text_config: Any) -> dict[int, int]:
@@ -208,20 +218,26 @@ def _max_context(name: str, text_config: Any, layers: list[LayerSpec]) -> tuple[
 
 
 def _probe(name: str, model: nn.Module, windows: dict[int, int], device: torch.device) -> list[LayerSpec]:
-    """Two short sequences, packed and one by one: what the layers ask for, and whether packing keeps them apart."""
-    vocab_size = _vocab_size(model)
-    first = [(7 * i + 3) % vocab_size for i in range(6)]
-    second = [(5 * i + 11) % vocab_size for i in range(5)]
+    """Short sequences, packed in two ways: what the layers ask for, and whether packing keeps sequences apart.
 
+    Two of them change places, and in the second pass a third one stands between them: so each has other tokens in
+    front of it, behind it, and in the whole pass.
+    """
+    vocab_size = _vocab_size(model)
+    first, second, third = (
+        [(factor * i + start) % vocab_size for i in range(length)]
+        for factor, start, length in ((7, 3, 6), (5, 11, 5), (3, 17, 8))
+    )
     try:
         packed, layers = _run_uncached(model, windows, device, [first, second])
-        alone = torch.cat([_run_uncached(model, windows, device, [sequence])[0] for sequence in (first, second)])
+        repacked, _ = _run_uncached(model, windows, device, [second, third, first])
     except UnsupportedAttentionError as error:
         raise ModelError(f"{name} ({type(model).__name__}) is not supported: {error}") from error
     if not layers:
         raise ModelError(f"{name} ({type(model).__name__}) is not supported: none of its layers called attention")
-    difference = float((packed - alone).norm() / alone.norm().clamp_min(1e-6))
-    if torch.isfinite(alone).all() and not difference < _PACKING_TOLERANCE:
+    again = repacked[[2, 0]]
+    difference = float((packed - again).norm() / again.norm().clamp_min(1e-6))
+    if torch.isfinite(again).all() and not difference < _PACKING_TOLERANCE:
         raise ModelError(
             f"{name} ({type(model).__name__}) is not supported: its answers change by {difference:.0%} when another "
             "sequence is packed beside it"

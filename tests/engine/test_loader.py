@@ -8,6 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from cbgen.config import EngineConfig
+from cbgen.engine.limits import choose_limits
 from cbgen.engine.loader import choose_device, load_model, load_tokenizer
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import ModelError
@@ -70,11 +72,20 @@ def test_an_attention_option_that_is_not_implemented_is_refused(tmp_path, monkey
         load(directory)
 
 
-def test_a_model_whose_packed_sequences_mix_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x: x.mean(1, keepdim=True),
+        lambda x: x.cumsum(1) / x.shape[1],
+        lambda x: x.flip(1).cumsum(1).flip(1) / x.shape[1],
+    ],
+    ids=["everything", "what stands in front", "what stands behind"],
+)
+def test_a_model_whose_packed_sequences_mix_is_refused(tmp_path, monkeypatch, mixed):
     """Some layer looks across the packed row, as a convolution or a recurrent state would."""
     modeling = transformers.models.llama.modeling_llama
     forward = modeling.LlamaMLP.forward
-    monkeypatch.setattr(modeling.LlamaMLP, "forward", lambda self, x: forward(self, x) + x.mean(1, keepdim=True) * 9)
+    monkeypatch.setattr(modeling.LlamaMLP, "forward", lambda self, x: forward(self, x) + mixed(x) * 9)
     with pytest.raises(ModelError, match=r"its answers change by .* when another sequence is packed beside it"):
         load(build_model("llama-ratio-1", tmp_path))
 
@@ -121,6 +132,16 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 weights of the model, such as model\.layers\.1\.mlp\.up_proj"):
         load(directory)
+
+
+def test_weights_that_the_model_does_not_use_are_told_of(tmp_path):
+    directory = build_model("llama-ratio-1", tmp_path)
+    assert choose_limits(load(directory), EngineConfig()).notices == ()
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.7.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].clone()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    [notice] = choose_limits(load(directory), EngineConfig()).notices
+    assert "holds 1 weights that the model does not use, such as model.layers.7.mlp.up_proj" in notice
 
 
 def test_a_model_without_tokenizer_is_one_sentence(tmp_path):
