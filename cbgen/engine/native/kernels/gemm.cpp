@@ -104,9 +104,10 @@ inline void finish(const Job& job, int64_t row, int64_t panel, __m512 low, __m51
     if (high_mask) store_bf16(y + 16, high_mask, high);
 }
 
-// `Rows` rows of x against one panel.
-template <int Rows>
-void tile(const Job& job, int64_t row, int64_t panel) {
+// `Rows` rows of x against one panel. Meanwhile the lines from `ahead` on, `Lines` per pair of features, are fetched for
+// later: no prefetcher of a CPU knows which panel comes after the rows have passed.
+template <int Rows, int Lines>
+void tile(const Job& job, int64_t row, int64_t panel, const char* ahead) {
     const int64_t pairs = job.num_features / 2;
     const uint16_t* w = job.packed + panel * pairs * (2 * kPanel);
     const uint16_t* x = job.x + row * job.x_stride;
@@ -116,8 +117,8 @@ void tile(const Job& job, int64_t row, int64_t panel) {
     for (int64_t k = 0; k < pairs; k++) {
         const __m512bh w_low = (__m512bh)_mm512_loadu_si512(w + k * 64);
         const __m512bh w_high = (__m512bh)_mm512_loadu_si512(w + k * 64 + 32);
-        _mm_prefetch((const char*)(w + k * 64 + 1024), _MM_HINT_T0);
-        _mm_prefetch((const char*)(w + k * 64 + 1056), _MM_HINT_T0);
+        _mm_prefetch(ahead + k * Lines * 64, _MM_HINT_T1);
+        if (Lines > 1) _mm_prefetch(ahead + k * Lines * 64 + 64, _MM_HINT_T1);
 #pragma GCC unroll 14
         for (int r = 0; r < Rows; r++) {
             int32_t pair;
@@ -131,21 +132,34 @@ void tile(const Job& job, int64_t row, int64_t panel) {
     for (int r = 0; r < Rows; r++) finish(job, row + r, panel, low[r], high[r]);
 }
 
-using Tile = void (*)(const Job&, int64_t, int64_t);
-constexpr Tile kTiles[kMaxRows + 1] = {nullptr, tile<1>, tile<2>,  tile<3>,  tile<4>,  tile<5>,  tile<6>, tile<7>,
-                                       tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
+using Tile = void (*)(const Job&, int64_t, int64_t, const char*);
+template <int Lines>
+constexpr Tile kTiles[kMaxRows + 1] = {
+    nullptr,         tile<1, Lines>,  tile<2, Lines>,  tile<3, Lines>,  tile<4, Lines>,
+    tile<5, Lines>,  tile<6, Lines>,  tile<7, Lines>,  tile<8, Lines>,  tile<9, Lines>,
+    tile<10, Lines>, tile<11, Lines>, tile<12, Lines>, tile<13, Lines>, tile<14, Lines>,
+};
 
 // Rows begin..end against panels first..last; few panels at a time, so that they stay in cache while all rows pass.
 void block(const Job& job, int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) {
     const int64_t num_tiles = (end - begin + kMaxRows - 1) / kMaxRows;
-    int64_t group = kCache / (job.num_features * kPanel * 2);
-    group = group < 1 ? 1 : group;
+    const int64_t panel_bytes = job.num_features * kPanel * 2;
+    int64_t group = kCache / panel_bytes;
+    group = group < 1 || num_tiles == 1 ? 1 : group;
     for (int64_t start = first_panel; start < last_panel; start += group) {
         const int64_t stop = start + group < last_panel ? start + group : last_panel;
         for (int64_t t = 0; t < num_tiles; t++) {  // tiles as even as they can be
             const int64_t row = begin + (end - begin) * t / num_tiles;
             const int64_t next = begin + (end - begin) * (t + 1) / num_tiles;
-            for (int64_t panel = start; panel < stop; panel++) kTiles[next - row](job, row, panel);
+            for (int64_t panel = start; panel < stop; panel++) {
+                // Each tile fetches its share of the panel that takes this one's place.
+                const char* ahead = (const char*)job.packed + (panel + group) * panel_bytes;
+                if (num_tiles == 1) {
+                    kTiles<2>[next - row](job, row, panel, ahead);
+                } else {
+                    kTiles<1>[next - row](job, row, panel, ahead + panel_bytes / num_tiles * t / 64 * 64);
+                }
+            }
         }
     }
 }
@@ -185,20 +199,17 @@ CBGEN_EXPORT int64_t cbgen_packed_bytes(int64_t num_columns, int64_t num_feature
 
 // weight [num_columns, num_features] bfloat16 -> packed. num_features must be even.
 CBGEN_EXPORT void cbgen_pack_weight(const uint16_t* weight, int64_t stride, int64_t num_columns, int64_t num_features,
-                       uint16_t* packed, int num_threads) {
+                                    uint16_t* packed, int num_threads) {
     const int64_t panels = (num_columns + kPanel - 1) / kPanel, pairs = num_features / 2;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (int64_t panel = 0; panel < panels; panel++) {
         uint16_t* out = packed + panel * pairs * 2 * kPanel;
-        for (int64_t c = 0; c < kPanel; c++) {
-            const int64_t column = panel * kPanel + c;
-            for (int64_t k = 0; k < pairs; k++) {
-                uint16_t* pair = out + k * 2 * kPanel + 2 * c;
-                if (column < num_columns) {
-                    std::memcpy(pair, weight + column * stride + 2 * k, 4);
-                } else {
-                    pair[0] = pair[1] = 0;
-                }
+        const int64_t column = panel * kPanel;
+        const int64_t count = num_columns - column < kPanel ? num_columns - column : kPanel;
+        if (count < kPanel) std::memset(out, 0, pairs * 2 * kPanel * 2);
+        for (int64_t k = 0; k < pairs; k++) {  // columns inside: what is written is then written in order
+            for (int64_t c = 0; c < count; c++) {
+                std::memcpy(out + k * 2 * kPanel + 2 * c, weight + (column + c) * stride + 2 * k, 4);
             }
         }
     }
@@ -206,9 +217,9 @@ CBGEN_EXPORT void cbgen_pack_weight(const uint16_t* weight, int64_t stride, int6
 
 // y [M, N] = x [M, K] W^T + bias, then the epilogue: 0 store; 1 add to what y holds; 2, 3 activation of the gate times
 // the rest (silu, gelu with tanh), where W alternates 16 rows of the gate and 16 of the rest, and y is [M, N / 2].
-CBGEN_EXPORT void cbgen_linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, const float* bias, int64_t num_rows,
-                  int64_t num_columns, int64_t num_features, uint16_t* y, int64_t y_stride, int epilogue,
-                  int num_threads) {
+CBGEN_EXPORT void cbgen_linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, const float* bias,
+                               int64_t num_rows, int64_t num_columns, int64_t num_features, uint16_t* y,
+                               int64_t y_stride, int epilogue, int num_threads) {
 #ifdef CBGEN_GEMM
     if (num_rows > 0) {
         run({x, x_stride, packed, bias, num_rows, num_columns, num_features, y, y_stride, epilogue}, num_threads);
