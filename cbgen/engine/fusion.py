@@ -16,6 +16,7 @@ no model code of one's own, is that of vLLM's transformers backend.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cbgen.engine.attention.base import AttentionBackend, AttentionCall, AttentionContext
+from cbgen.engine.attention.base import AttentionCall, AttentionContext, AttentionMetadata
+from cbgen.engine.kv_cache import KVCache
 from cbgen.engine.linear import Linear, LinearFactory, is_plain_linear, joined_weights
-from cbgen.engine.operators.base import Activation, Operators
+from cbgen.engine.operators.backend import PagedBackend
+from cbgen.engine.operators.base import Activation, HeadLayout, HeadNorms, Operators
 
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
@@ -38,26 +41,6 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}  #
 
 
 # -- what joined modules compute --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """RMS norm of each head of the queries and of the keys (Qwen 3); float32 weights [D], with 1 added if need be."""
-
-    query: Tensor
-    key: Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectedAttention:
-    """What an attention layer does between its two products."""
-
-    call: AttentionCall
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm: HeadNorm | None
 
 
 class FusedNorm(nn.Module):
@@ -91,16 +74,19 @@ class FusedMlp(nn.Module):
 class FusedAttention(nn.Module):
     """Attention in two products and two operators."""
 
-    def __init__(self, qkv: Linear, output: Linear, projected: ProjectedAttention) -> None:
+    def __init__(self, qkv: Linear, output: Linear, call: AttentionCall, layout: HeadLayout) -> None:
         super().__init__()
         self.qkv = qkv
         self.output = output
-        self.projected = projected
+        self.call = call
+        self.layout = layout
 
     def attend(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """[T, H] -> [T, Hq * Dv], still to be projected."""
         cos, sin = position_embeddings  # [1, T, R]
-        return context.backend.forward_projected(self.projected, self.qkv(x), cos[0], sin[0])
+        backend = context.backend
+        assert isinstance(backend, PagedBackend)
+        return backend.forward_projected(self.call, self.layout, self.qkv(x), cos[0], sin[0])
 
     def forward(
         self,
@@ -200,21 +186,17 @@ class _Recorder:
         self.traces[module].output = _first(output).clone()
 
 
-class CallRecorder:
-    """An attention backend that passes everything on, and remembers the options of each layer."""
+class CallRecorder(PagedBackend):
+    """Attention that remembers the options of each layer."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.backend = backend
+    def __init__(self, operators: Operators, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+        super().__init__(operators, kv_cache, metadata)
         self.calls: dict[int, AttentionCall] = {}
 
     def forward(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionBackend.forward`."""
         self.calls[call.layer_idx] = call
-        return self.backend.forward(call, query, key, value)
-
-    def forward_projected(self, layer: ProjectedAttention, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `AttentionBackend.forward_projected`."""
-        return self.backend.forward_projected(layer, qkv, cos, sin)
+        return super().forward(call, query, key, value)
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------
@@ -230,24 +212,28 @@ class FusionReport:
     norms: int = 0
     linears: int = 0
 
+    def describe(self) -> dict[str, int]:
+        """Counts that are not 0."""
+        counts = dataclasses.asdict(self)
+        return {name: count for name, count in counts.items() if count}
+
 
 class Fuser:
     """Joins the modules of one model.
 
     Args:
-        operators: of the model's device.
         linears: makes its linear layers.
-        backend: attention on a cache with room for the tokens of `run_model`.
+        recorder: attention on a cache with room for the tokens of `run_model`.
     """
 
-    def __init__(self, operators: Operators, linears: LinearFactory, backend: AttentionBackend) -> None:
-        self._operators = operators
+    def __init__(self, linears: LinearFactory, recorder: CallRecorder) -> None:
+        self._operators = recorder.operators
         self._linears = linears
-        self._recorder = CallRecorder(backend)
+        self._recorder = recorder
         self._traces: dict[nn.Module, _Trace] = {}
         self.report = FusionReport()
 
-    def fuse(self, model: nn.Module, run_model: Callable[[AttentionBackend], Tensor]) -> None:
+    def fuse(self, model: nn.Module, run_model: Callable[[PagedBackend], Tensor]) -> None:
         """Change the model in place.
 
         Args:
@@ -265,7 +251,7 @@ class Fuser:
             self._fuse_children(parent)
 
     def _record(
-        self, model: nn.Module, run_model: Callable[[AttentionBackend], Tensor]
+        self, model: nn.Module, run_model: Callable[[PagedBackend], Tensor]
     ) -> dict[nn.Module, _Trace]:
         candidates = (_is_norm, _is_attention, _is_mlp, _is_layer)
         modules = [module for module in model.modules() if any(is_form(module) for is_form in candidates)]
@@ -352,16 +338,18 @@ class Fuser:
         head_dim = getattr(attention, "head_dim", None)
         if call is None or not isinstance(head_dim, int):
             return None
+        if attention.v_proj.out_features != attention.k_proj.out_features:
+            return None
         num_heads, num_kv_heads = (p.out_features // head_dim for p in (attention.q_proj, attention.k_proj))
-        for norm in self._head_norms(attention):
-            projected = ProjectedAttention(call, num_heads, num_kv_heads, head_dim, norm)
+        for norms in self._head_norms(attention):
+            layout = HeadLayout(num_heads, num_kv_heads, head_dim, norms)
             qkv = self._linears.join([attention.q_proj, attention.k_proj, attention.v_proj])
-            fused = FusedAttention(qkv, self._linears.join([attention.o_proj]), projected)
+            fused = FusedAttention(qkv, self._linears.join([attention.o_proj]), call, layout)
             if self._agrees(fused, trace):
                 return fused
         return None
 
-    def _head_norms(self, attention: Any) -> list[HeadNorm | None]:
+    def _head_norms(self, attention: Any) -> list[HeadNorms | None]:
         """What the norms of its heads may mean: none there, weights as they are, weights around zero."""
         query, key = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         if query is None or key is None:
@@ -369,7 +357,7 @@ class Fuser:
         if query.weight.numel() != attention.head_dim or key.weight.numel() != attention.head_dim:
             return []  # over all heads at once (OLMo 2)
         weights = query.weight.detach().float(), key.weight.detach().float()
-        return [HeadNorm(weights[0] + shift, weights[1] + shift, _epsilon(query)) for shift in (0.0, 1.0)]
+        return [HeadNorms(weights[0] + shift, weights[1] + shift, _epsilon(query)) for shift in (0.0, 1.0)]
 
 
 # -- what modules look like -------------------------------------------------------------------------------------------
