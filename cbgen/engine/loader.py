@@ -8,7 +8,7 @@ packed side by side answer as each does alone. What cannot be served is refused 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from cbgen.engine.attention.reference import ProbeBackend
 from cbgen.engine.gguf import converted, gguf_tokenizer
 from cbgen.engine.hf_loading import named_errors, quiet_transformers
 from cbgen.engine.kv_cache import LayerSpec
+from cbgen.engine.operators.base import Operators
+from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.model_files import ModelFiles
 from cbgen.errors import ModelError, UsageError
 
@@ -42,6 +44,9 @@ class LoadedModel:
         max_context: longest sequence that it computes correctly here.
         max_context_reason: why `max_context` is shorter than the model's own limit, or empty.
         notices: a sentence for each thing about the files that the user should know.
+        operators: what it is computed with, beside its own modules.
+        packing: the form of its weights, see `cbgen.engine.linear`.
+        fused: how many modules of each form were joined, see `cbgen.engine.fusion`.
     """
 
     model: nn.Module
@@ -56,6 +61,9 @@ class LoadedModel:
     hidden_size: int
     intermediate_size: int
     notices: tuple[str, ...] = ()
+    operators: Operators = field(default_factory=ReferenceOperators)
+    packing: str = "none"
+    fused: dict[str, int] = field(default_factory=dict)
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,7 +11,6 @@ from cbgen.engine.kv_cache import KVCache
 from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import ModelInput
 from cbgen.engine.operators.backend import PagedBackend
-from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.sampler import Sampler
 from cbgen.engine.sampling_input import SamplingInput
 
@@ -22,7 +21,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self.loaded = loaded
         self.kv_cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.operators = ReferenceOperators()
+        self.operators = loaded.operators
         self.sampler = Sampler(self.operators)
 
     def run(self, model_input: ModelInput) -> list[int | None]:

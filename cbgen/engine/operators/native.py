@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cbgen.engine.native.gemm import NativeGemm
 from cbgen.engine.native.library import NativeLibrary
 from cbgen.engine.operators.reference import ReferenceOperators
 
@@ -11,9 +12,11 @@ class NativeOperators(ReferenceOperators):
 
     Attributes:
         library: for those who have kernels of their own in it.
+        gemm: its linear layers.
     """
 
     name = "native"
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
+        self.gemm = NativeGemm(library)
