@@ -46,7 +46,7 @@ from cbgen.report.reports import Reports
 from cbgen.signals import StopSignals
 from cbgen.stopping import Stop, StopRules
 
-EngineFactory = Callable[[RunConfig, ModelFiles], Serving]
+EngineFactory = Callable[[RunConfig, ModelFiles, Callable[[str], None]], Serving]
 
 
 def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
@@ -54,7 +54,8 @@ def run(config: RunConfig, make_serving: EngineFactory | None = None) -> int:
 
     Args:
         config: what was asked for.
-        make_serving: loads tokenizer and engine; tests and benchmarks put something smaller here.
+        make_serving: loads tokenizer and engine, and may say something; tests and benchmarks put something smaller
+            here.
 
     Raises:
         CbgenError: anything that ends the run; its `exit_code` is the command's.
@@ -242,7 +243,7 @@ def _get_ready(plan: Plan, reports: Reports, make_serving: EngineFactory) -> _Re
     """Load the model, and check everything that needs it, while the output is still untouched."""
     once = "" if is_converted(plan.files) else " (converted once and kept; this takes half a minute)"
     reports.note(f"loading {plan.files.description}{once}")
-    serving = make_serving(plan.config, plan.files)
+    serving = make_serving(plan.config, plan.files, reports.note)
     engine = serving.engine
     builder = PromptBuilder(
         serving.tokenizer,
@@ -255,12 +256,15 @@ def _get_ready(plan: Plan, reports: Reports, make_serving: EngineFactory) -> _Re
     return _Ready(serving, builder)
 
 
-def _load(config: RunConfig, files: ModelFiles) -> Serving:
+def _load(config: RunConfig, files: ModelFiles, note: Callable[[str], None]) -> Serving:
     # The only place that imports torch: everything before it, and `cbgen --help`, stays fast and works without it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take the engine's cores
+    from cbgen.engine.cpu_settings import apply_cpu_settings
     from cbgen.engine.engine import Engine
     from cbgen.engine.loader import choose_device, load_model, load_tokenizer
+    from cbgen.engine.preparation import prepare
 
+    apply_cpu_settings()
     model = config.model
     device = choose_device(model.device)
     tokenizer = load_tokenizer(files, trust_remote_code=model.trust_remote_code)
@@ -271,6 +275,7 @@ def _load(config: RunConfig, files: ModelFiles) -> Serving:
         trust_remote_code=model.trust_remote_code,
         eos_token_id=tokenizer.eos_token_id,
     )
+    loaded = prepare(loaded, config.engine.disabled, note)
     return Serving(tokenizer, Engine(loaded, config.engine))
 
 

@@ -163,7 +163,7 @@ class Quick:
         stdout.flush()
         return Outcome(code or 0, stdout.buffer.getvalue().decode(), stderr.getvalue())
 
-    def _load(self, config: RunConfig, files: ModelFiles) -> Serving:
+    def _load(self, config: RunConfig, files: ModelFiles, note: Callable[[str], None]) -> Serving:
         return Serving(ByteTokenizer(chat_template=CHAT_TEMPLATE), self.make_engine())
 
     def records(self, name: str = "out.jsonl") -> list[dict[str, Any]]:

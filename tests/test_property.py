@@ -352,7 +352,7 @@ def answer(prompt_token_ids, sample):
     return ([*token_ids, EOS], "stop") if (last + sample) % 2 else (token_ids or [last], "length")
 
 
-def make_serving(config, files):
+def make_serving(config, files, note):
     return Serving(ByteTokenizer(bos=True), FakeEngine(answer, vocab_size=BYTE_VOCAB_SIZE, slots=3))
 
 
@@ -375,7 +375,7 @@ class BreakingEngine(FakeEngine):
 def breaking_serving(num_steps):
     engine = BreakingEngine(answer, vocab_size=BYTE_VOCAB_SIZE, slots=3)
     engine.num_steps_left = num_steps
-    return lambda config, files: Serving(ByteTokenizer(bos=True), engine)
+    return lambda config, files, note: Serving(ByteTokenizer(bos=True), engine)
 
 
 class Folder:

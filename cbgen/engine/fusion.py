@@ -1,4 +1,4 @@
-"""Joins the small operators of a loaded model, and packs its weights. Everything joined is checked against the original.
+"""Joins the small operators of a loaded model, and packs its weights; what is joined is checked against the original.
 
 Enters: transformers' model, and the operators of this device. Leaves: the same model with some of its modules changed
 in place. Four forms are recognised by what a module holds, whatever its class is called:
@@ -8,10 +8,10 @@ in place. Four forms are recognised by what a module holds, whatever its class i
     mlp         gate_proj, up_proj, down_proj, act_fn                  -> one product with the activation in it
     layer       norm, attention, add, norm, mlp, add                   -> all of it, the additions inside the products
 
-A form is only a guess. The model runs once as it came, on a few tokens, and what goes in and out of each module is kept;
-the joined module must give the same answer to the same input before it takes the place of the original. What is not
-recognised, or differs, stays as it is: slower, and right. The idea of fusing transformers' modules after loading, with
-no model code of one's own, is that of vLLM's transformers backend.
+A form is only a guess. The model runs once as it came, on a few tokens, and what goes in and out of each module is
+kept; the joined module must give the same answer to the same input before it takes the place of the original. What is
+not recognised, or differs, stays as it is: slower, and right. The idea of fusing transformers' modules after loading,
+with no model code of one's own, is that of vLLM's transformers backend.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative; a wrong form is off by about 1
+_TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+}  # relative; a wrong form is off by about 1
 
 
 # -- what joined modules compute --------------------------------------------------------------------------------------
@@ -250,9 +254,7 @@ class Fuser:
         for parent in list(model.modules()):
             self._fuse_children(parent)
 
-    def _record(
-        self, model: nn.Module, run_model: Callable[[PagedBackend], Tensor]
-    ) -> dict[nn.Module, _Trace]:
+    def _record(self, model: nn.Module, run_model: Callable[[PagedBackend], Tensor]) -> dict[nn.Module, _Trace]:
         candidates = (_is_norm, _is_attention, _is_mlp, _is_layer)
         modules = [module for module in model.modules() if any(is_form(module) for is_form in candidates)]
         with _Recorder(modules) as recorder:

@@ -159,7 +159,8 @@ def choose_packing(dtype: torch.dtype, device: torch.device, gemm: NativeGemm | 
     """Which kind of linear layer is fastest on this machine."""
     if device.type != "cpu" or dtype is not torch.bfloat16:
         return "none"
-    if _cpu_has_amx() and torch.backends.mkldnn.is_available():
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if has_onednn and _cpu_has_amx():
         return "onednn"
     return "native" if gemm is not None and gemm.is_available else "none"
 

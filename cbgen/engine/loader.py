@@ -25,9 +25,9 @@ from cbgen.engine.attention.reference import ProbeBackend
 from cbgen.engine.gguf import converted, gguf_tokenizer
 from cbgen.engine.hf_loading import named_errors, quiet_transformers
 from cbgen.engine.kv_cache import LayerSpec
+from cbgen.engine.model_files import ModelFiles
 from cbgen.engine.operators.base import Operators
 from cbgen.engine.operators.reference import ReferenceOperators
-from cbgen.engine.model_files import ModelFiles
 from cbgen.errors import ModelError, UsageError
 
 _PACKING_TOLERANCE = 0.25  # relative; packing errors are of the order of 1, bf16 noise of 0.01

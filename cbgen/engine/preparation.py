@@ -101,6 +101,4 @@ class _Probe:
     def run(self, backend: PagedBackend) -> Tensor:
         """Logits of both sequences' last tokens, [2, vocab_size] float32."""
         context = AttentionContext(backend, self._loaded.windows)
-        return forward(
-            self._loaded.model, self._input_ids, self._positions, self._logits_indices, context
-        ).float()
+        return forward(self._loaded.model, self._input_ids, self._positions, self._logits_indices, context).float()

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from cbgen.engine.kv_cache import bytes_per_block
+from cbgen.engine.preparation import prepare
 from tests.engine import parity
 from tests.models import ARCHITECTURES, VOCAB_SIZE, build_model
 
@@ -24,7 +25,7 @@ def test_equals_generate_for_every_batch_shape(architecture, tmp_path):
     directory = build_model(architecture, tmp_path)
     prompts = _prompts()
     expected = parity.reference(directory, prompts, NUM_TOKENS)
-    loaded = parity.load(directory)
+    loaded = prepare(parity.load(directory), set(), print)
     pool = SMALL_POOL_BLOCKS * bytes_per_block(loaded.layers, 16, loaded.dtype)
 
     for engine in (
@@ -44,6 +45,11 @@ def test_equals_generate_for_every_batch_shape(architecture, tmp_path):
     backwards = parity.generate(loaded, prompts[::-1], NUM_TOKENS, max_num_seqs=4)[::-1]
     found = parity.compare(expected, backwards)
     assert (found.wrong, found.num_ties) == ([], 0), "input order reversed"
+
+    for disabled in ({"native", "fusion", "packing"}, {"native"}, {"fusion"}):
+        loaded = prepare(parity.load(directory), disabled, print)
+        found = parity.compare(expected, parity.generate(loaded, prompts, NUM_TOKENS, max_num_seqs=4))
+        assert (found.wrong, found.num_ties) == ([], 0), disabled
 
 
 def test_the_window_matters_to_these_models(tmp_path):

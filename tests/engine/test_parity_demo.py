@@ -9,6 +9,7 @@ import transformers
 from cbgen.engine.kv_cache import bytes_per_block
 from cbgen.engine.loader import load_model, load_tokenizer
 from cbgen.engine.model_files import conversion_directory, find_model
+from cbgen.engine.preparation import prepare
 from tests.engine import parity
 
 TOPICS = (
@@ -24,7 +25,7 @@ def demo():
     files = find_model("demo")
     tokenizer = load_tokenizer(files)
     loaded = load_model(files, dtype="float32", device=torch.device("cpu"), eos_token_id=None)
-    return conversion_directory(files), tokenizer, loaded
+    return conversion_directory(files), tokenizer, prepare(loaded, set(), print)
 
 
 def _prompts(tokenizer: transformers.PreTrainedTokenizerBase, num_rows: int) -> list[list[int]]:

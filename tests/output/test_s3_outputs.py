@@ -45,7 +45,7 @@ class Model:
         self.asked += 1
         return [*prompt[-2:].tolist(), EOS], "stop"
 
-    def serving(self, config, model_files):
+    def serving(self, config, model_files, note):
         return Serving(ByteTokenizer(), FakeEngine(self, vocab_size=BYTE_VOCAB_SIZE))
 
 

@@ -82,7 +82,14 @@ class NativeGemm:
 
 
 def interleave(gate: Tensor, other: Tensor) -> Tensor | None:
-    """Rows of both, 16 of the gate and then 16 of the other: [I, ...] and [I, ...] -> [2I, ...]; None if 16 does not divide I."""
+    """Rows of both in turn, 16 of the gate and 16 of the other.
+
+    Args:
+        gate, other: [I, ...].
+
+    Returns:
+        [2I, ...]; None where 16 does not divide I.
+    """
     num_rows = gate.shape[0]
     if num_rows % _HALF_PANEL:
         return None
