@@ -15,9 +15,9 @@ constexpr int kRunsPerThread = 8;
 constexpr int64_t kCostPerThread = 20000;  // below, starting a thread costs more than it saves; about cycles
 
 struct Item {
-    int32_t seq, kv_head;
-    int32_t from, to;  // positions of a decode split, or tokens of a prefill tile
-    int64_t partial;  // where a decode split leaves its sums, in units of G heads
+    Stretch stretch;  // of a decode: positions of one split; of a prefill: tokens of one tile
+    bool is_decode;
+    int64_t partial;  // where one of several splits leaves its sums, in units of G heads; -1 for an only one
 };
 
 // A sequence that was split: its partial sums lie [Hkv][num_splits][G] from `partial` on.
@@ -56,7 +56,7 @@ void plan_decode(Plan& plan, const Attention<T>& call, int seq) {
             const int64_t partial = num_splits > 1 ? plan.num_partials++ : -1;
             // Bound by memory at about 6 bytes a cycle, or by arithmetic when many heads share the key.
             const int64_t row_cost = int64_t(call.key_dim + call.value_dim) * (sizeof(T) * 2 + call.group() / 4) / 12;
-            plan.add({seq, kv_head, from, to, partial}, 100 + (to - from) * row_cost);
+            plan.add({{seq, kv_head, from, to}, true, partial}, 100 + (to - from) * row_cost);
         }
 }
 
@@ -69,7 +69,7 @@ void plan_prefill(Plan& plan, const Attention<T>& call, int seq) {
             const int stop = std::min(num_queries, token + step);
             const int64_t seen = before + stop - call.first_visible(before + token);
             const int64_t pair_cost = int64_t(call.key_dim + call.value_dim) * sizeof(T) / 2;  // in 1/32 cycles
-            plan.add({seq, kv_head, token, stop, -1}, 100 + (stop - token) * call.group() * seen * pair_cost / 32);
+            plan.add({{seq, kv_head, token, stop}, false, -1}, 100 + (stop - token) * call.group() * seen * pair_cost / 32);
         }
 }
 
@@ -102,20 +102,27 @@ struct Partials {
     }
 };
 
+// Items [first, last) in their order.
 template <class T>
-void run_item(const Attention<T>& call, const Item& item, bool is_decode, const Partials& partials) {
+void run_items(const Attention<T>& call, const Item* first, const Item* last, const Partials& partials) {
     static thread_local Scratch scratch, own_sums;
-    if (!is_decode) return prefill_tile(call, scratch, item.seq, item.kv_head, item.from, item.to - item.from);
-    const bool whole = item.partial < 0;
-    const Partials to = whole ? Partials(own_sums, 1, partials.group, partials.stride) : partials;
-    const size_t head = whole ? 0 : size_t(item.partial) * partials.group;
-    decode_split(call, scratch, item.seq, item.kv_head, item.from, item.to, to.largest + head, to.total + head,
-                 to.sums + head * to.stride, to.stride);
-    if (!whole) return;
-    for (int h = 0; h < to.group; ++h)
-        write_head(call, call.cu_seqlens_q[item.seq], item.kv_head * to.group + h, 1, [&](int) {
-            return Partial{to.largest[h], to.total[h], to.sums + size_t(h) * to.stride};
-        });
+    for (const Item* item = first; item < last; ++item) {
+        const Stretch& part = item->stretch;
+        if (!item->is_decode) {
+            prefill_tile(call, scratch, part.seq, part.kv_head, part.begin, part.end - part.begin);
+            continue;
+        }
+        const bool whole = item->partial < 0;
+        const Partials to = whole ? Partials(own_sums, 1, partials.group, partials.stride) : partials;
+        const size_t head = whole ? 0 : size_t(item->partial) * partials.group;
+        decode_stretch(call, scratch, part, item + 1 < last ? &item[1].stretch : nullptr,
+                       item == first || !item[-1].is_decode, to.largest + head, to.total + head,
+                       to.sums + head * to.stride, to.stride);
+        for (int h = 0; whole && h < to.group; ++h)
+            write_head(call, call.cu_seqlens_q[part.seq], part.kv_head * to.group + h, 1, [&](int) {
+                return Partial{to.largest[h], to.total[h], to.sums + size_t(h) * to.stride};
+            });
+    }
 }
 
 template <class T>
@@ -140,8 +147,7 @@ void attention(const Attention<T>& call, int num_decodes, int num_threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         for (size_t run; (run = next_run.fetch_add(1, std::memory_order_relaxed)) + 1 < plan.runs.size();)
-            for (size_t i = plan.runs[run]; i < plan.runs[run + 1]; ++i)
-                run_item(call, plan.items[i], plan.items[i].seq < num_decodes, partials);
+            run_items(call, plan.items.data() + plan.runs[run], plan.items.data() + plan.runs[run + 1], partials);
         if (!plan.joins.empty()) {
 #pragma omp barrier
 #pragma omp for schedule(static) collapse(2)

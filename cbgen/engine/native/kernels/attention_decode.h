@@ -11,7 +11,7 @@
 namespace cbgen {
 
 constexpr int kSplit = 512;  // positions
-constexpr int kAhead = 4 * kTile;  // positions between what is read and what is asked for
+constexpr int kAhead = 2 * kTile;  // positions between what is read and what is asked for
 
 // What the dot products and the weighted sums take: bfloat16 as it is where the CPU multiplies it in pairs, else floats.
 #ifdef CBGEN_BF16_DOT
@@ -77,11 +77,12 @@ struct DotStep<Bf16> {  // 32 elements, in pairs
 
 // dots[h * kSplit + i] = query h . key i for 16 keys and H query heads.
 template <int H, class T>
-inline void dots_of_tile(const T* keys, int dim, const Operand<T>* query, int query_stride, float* dots) {
+inline void dots_of_tile(const T* keys, int dim, const Operand<T>* query, int query_stride, float* dots, Ahead ahead) {
     using Step = DotStep<T>;
     Vec quads[H][4];
     for (int quad = 0; quad < 4; ++quad) {
         const T* rows = keys + quad * 4 * dim;
+        ahead.fetch_part(quad, 4);
         Vec sums[H][4];
         for (int h = 0; h < H; ++h)
             for (int i = 0; i < 4; ++i) sums[h][i] = Vec(0.0f);
@@ -110,8 +111,9 @@ inline void dots_of_tile(const T* keys, int dim, const Operand<T>* query, int qu
 #else
 
 template <int H, class T>
-inline void dots_of_tile(const T* keys, int dim, const float* query, int query_stride, float* dots) {
+inline void dots_of_tile(const T* keys, int dim, const float* query, int query_stride, float* dots, Ahead ahead) {
     for (int i = 0; i < kTile; ++i) {
+        ahead.fetch_part(i, kTile);
         const T* key = keys + i * dim;
         for (int h = 0; h < H; ++h) {
             const float* q = query + h * query_stride;
@@ -129,11 +131,13 @@ inline void dots_of_tile(const T* keys, int dim, const float* query, int query_s
 
 // sums[h * sum_stride + c] += sum over 16 positions of weight x value, columns [c, c + 16 * C), H query heads.
 template <int H, int C, class T>
-inline void add_columns(const T* values, int dim, const float* weights, float* sums, int sum_stride, int column) {
+inline void add_columns(const T* values, int dim, const float* weights, float* sums, int sum_stride, int column,
+                        Ahead ahead) {
     Vec kept[H][C];
     for (int h = 0; h < H; ++h)
         for (int c = 0; c < C; ++c) kept[h][c] = load(sums + h * sum_stride + column + c * kWidth);
     for (int i = 0; i < kTile; ++i) {
+        ahead.fetch_part(i, kTile);
         Vec value[C];
         const T* row = values + i * dim + column;
         const int left = dim - column;
@@ -149,13 +153,14 @@ inline void add_columns(const T* values, int dim, const float* weights, float* s
 }
 
 template <int H, class T>
-inline void add_tile(const T* values, int dim, const float* weights, float* sums, int sum_stride) {
+inline void add_tile(const T* values, int dim, const float* weights, float* sums, int sum_stride, Ahead ahead) {
     int column = 0;
 #ifdef CBGEN_AVX512
-    for (; column + 4 * kWidth <= dim; column += 4 * kWidth)
-        add_columns<H, 4>(values, dim, weights, sums, sum_stride, column);
+    for (; column + 4 * kWidth <= dim; column += 4 * kWidth, ahead = {})
+        add_columns<H, 4>(values, dim, weights, sums, sum_stride, column, ahead);
 #endif
-    for (; column < dim; column += kWidth) add_columns<H, 1>(values, dim, weights, sums, sum_stride, column);
+    for (; column < dim; column += kWidth, ahead = {})
+        add_columns<H, 1>(values, dim, weights, sums, sum_stride, column, ahead);
 }
 
 #ifdef CBGEN_BF16_DOT
@@ -171,8 +176,8 @@ inline __m512i straight_high() {
 
 // As above with columns [column, column + 32 * C); `sums` is padded to 32 columns.
 template <int H, int C>
-inline void add_column_pairs(
-    const Bf16* values, int dim, const Bf16* weights, float* sums, int sum_stride, int column) {
+inline void add_column_pairs(const Bf16* values, int dim, const Bf16* weights, float* sums, int sum_stride, int column,
+                             Ahead ahead) {
     Vec kept[H][2 * C];
     for (int h = 0; h < H; ++h)
         for (int c = 0; c < C; ++c) {
@@ -184,6 +189,7 @@ inline void add_column_pairs(
     const int left = dim - column;
     const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1u;
     for (int i = 0; i < kTile; i += 2) {
+        ahead.fetch_part(i / 2, kTile / 2);
         __m512i pairs[2 * C];
         for (int c = 0; c < C; ++c) {
             const Bf16* row = values + i * dim + column + 32 * c;
@@ -210,10 +216,12 @@ inline void add_column_pairs(
 }
 
 template <int H>
-inline void add_tile(const Bf16* values, int dim, const Bf16* weights, float* sums, int sum_stride) {
+inline void add_tile(const Bf16* values, int dim, const Bf16* weights, float* sums, int sum_stride, Ahead ahead) {
     int column = 0;
-    for (; column + 64 <= dim; column += 64) add_column_pairs<H, 2>(values, dim, weights, sums, sum_stride, column);
-    for (; column < dim; column += 32) add_column_pairs<H, 1>(values, dim, weights, sums, sum_stride, column);
+    for (; column + 64 <= dim; column += 64, ahead = {})
+        add_column_pairs<H, 2>(values, dim, weights, sums, sum_stride, column, ahead);
+    for (; column < dim; column += 32, ahead = {})
+        add_column_pairs<H, 1>(values, dim, weights, sums, sum_stride, column, ahead);
 }
 
 #endif
@@ -264,27 +272,37 @@ struct DecodeScratch {
 };
 
 // Positions [begin, end) of a sequence, all in one split, for the G query heads of one KV head.
-// Leaves largest[G], total[G] and sums[G, sum_stride]; sum_stride is Dv padded to 32.
+struct Stretch {
+    int32_t seq, kv_head, begin, end;
+
+    int first_tile() const { return begin / kTile * kTile; }
+    int num_padded() const { return round_up(end - first_tile(), kTile); }
+};
+
+// Leaves largest[G], total[G] and sums[G, sum_stride] of a stretch; sum_stride is Dv padded to 32. `next` is the stretch
+// to come, or null: its first keys are asked for near the end of this one, as this one's were unless `is_first`.
 template <class T>
-void decode_split(const Attention<T>& call, Scratch& memory, int seq, int kv_head, int begin, int end, float* largest,
-                  float* total, float* sums, int sum_stride) {
-    DecodeScratch<T> scratch(memory, call);
-    const int group = call.group(), first_tile = begin / kTile * kTile;
-    const Pages<T> keys(call.keys, call, seq, kv_head, call.key_dim);
-    const Pages<T> values(call.values, call, seq, kv_head, call.value_dim);
-    for (int position = first_tile; position < first_tile + kAhead; position += kTile) keys.prefetch(position, end);
+void decode_stretch(const Attention<T>& call, Scratch& memory, const Stretch& stretch, const Stretch* next, bool is_first,
+                    float* largest, float* total, float* sums, int sum_stride) {
+    const DecodeScratch<T> scratch(memory, call);
+    const int group = call.group(), begin = stretch.begin, end = stretch.end, first_tile = stretch.first_tile();
+    const Pages<T> keys(call.keys, call, stretch.seq, stretch.kv_head, call.key_dim);
+    const Pages<T> values(call.values, call, stretch.seq, stretch.kv_head, call.value_dim);
+    for (int i = 0; is_first && i < kAhead; i += kTile) keys.ahead(first_tile + i, end).fetch_part(0, 1);
     for (int h = 0; h < group; ++h) {
         Operand<T>* row = scratch.query + h * scratch.query_stride;
         std::memset(static_cast<void*>(row), 0, scratch.query_stride * sizeof(Operand<T>));
-        load_query(call.query_row(call.cu_seqlens_q[seq], kv_head * group + h), row, call.key_dim);
+        load_query(call.query_row(call.cu_seqlens_q[stretch.seq], stretch.kv_head * group + h), row, call.key_dim);
     }
     for (int position = first_tile; position < end; position += kTile) {
-        keys.prefetch(position + kAhead, end);
-        if (position + kAhead >= end) values.prefetch(position + kAhead - round_up(end - first_tile, kTile), end);
+        const int later = position + kAhead;
+        Ahead ahead = later < end ? keys.ahead(later, end) : values.ahead(later - stretch.num_padded(), end);
         const T* tile = keys.tile(position, begin, end, scratch.copy);
         by_heads(group, [&](auto size, int h) {
             dots_of_tile<decltype(size)::value>(tile, call.key_dim, scratch.query + h * scratch.query_stride,
-                                                scratch.query_stride, scratch.logits + h * kSplit + position - first_tile);
+                                                scratch.query_stride, scratch.logits + h * kSplit + position - first_tile,
+                                                ahead);
+            ahead = {};
         });
     }
     const LogitScale scale(call);
@@ -296,11 +314,19 @@ void decode_split(const Attention<T>& call, Scratch& memory, int seq, int kv_hea
     }
     std::memset(sums, 0, size_t(group) * sum_stride * sizeof(float));
     for (int position = first_tile; position < end; position += kTile) {
-        values.prefetch(position + kAhead, end);
+        const int later = position + kAhead;
+        Ahead ahead;
+        if (later < end) {
+            ahead = values.ahead(later, end);
+        } else if (next != nullptr) {
+            const Pages<T> next_keys(call.keys, call, next->seq, next->kv_head, call.key_dim);
+            ahead = next_keys.ahead(later - first_tile - stretch.num_padded() + next->first_tile(), next->end);
+        }
         const T* tile = values.tile(position, begin, end, scratch.copy);
         by_heads(group, [&](auto size, int h) {
             add_tile<decltype(size)::value>(tile, call.value_dim, scratch.weights + h * kSplit + position - first_tile,
-                                            sums + h * sum_stride, sum_stride);
+                                            sums + h * sum_stride, sum_stride, ahead);
+            ahead = {};
         });
     }
 }

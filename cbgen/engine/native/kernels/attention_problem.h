@@ -80,6 +80,19 @@ class Scratch {
     size_t capacity_ = 0, used_ = 0;
 };
 
+// Memory to ask for while something else is computed, a part at a time: the processor's own guesses do not follow block
+// tables, and a burst of requests would stall what runs beside it.
+struct Ahead {
+    const char* memory = nullptr;
+    int num_bytes = 0;
+
+    // Forced inline: a function that does nothing but prefetch counts as one without effect, and its calls are dropped.
+    __attribute__((always_inline)) void fetch_part(int part, int num_parts) const {
+        for (int at = part * num_bytes / num_parts; at < (part + 1) * num_bytes / num_parts; at += 64)
+            __builtin_prefetch(memory + at);
+    }
+};
+
 // Rows of one KV head of one sequence, sixteen positions at a time.
 template <class T>
 class Pages {
@@ -111,11 +124,10 @@ class Pages {
         return copy;
     }
 
-    // Ask for the tile at `start` early; past `last` there is none.
-    void prefetch(int start, int last) const {
-        if (start >= last) return;
-        const char* p = reinterpret_cast<const char*>(row(start));
-        for (size_t offset = 0; offset < kTile * dim_ * sizeof(T); offset += 64) __builtin_prefetch(p + offset);
+    // The tile at `start`, to be asked for early; past `last` there is none.
+    Ahead ahead(int start, int last) const {
+        if (start >= last) return {};
+        return {reinterpret_cast<const char*>(row(start)), int(kTile * dim_ * sizeof(T))};
     }
 
    private:
