@@ -180,7 +180,7 @@ def test_a_chunk_of_one_token_agrees_with_a_decode(attention):
 
 
 def test_large_logits_do_not_overflow(attention):
-    """Logits of thousands, rounded to float32, so that their exponentials err by a few 1e-4; and a cap far below them."""
+    """Logits of thousands, rounded to float32, their exponentials off by some 1e-4; and a cap far below."""
     for case in (mixed_case(12, scale=40.0), mixed_case(12, scale=100.0, softcap=2.0)):
         torch.testing.assert_close(case.run(attention).double(), naive_attention(case), rtol=0, atol=2e-3)
 
