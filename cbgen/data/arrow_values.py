@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 
 Columns = dict[str, Any]
@@ -81,6 +80,8 @@ def _from_run_ends(array: pa.RunEndEncodedArray) -> list[Any]:
 
 
 def _from_lists(array: pa.Array) -> list[Any]:
+    import pyarrow.compute as pc  # slow to import, and only lists need it
+
     lengths = pc.list_value_length(array).to_pylist()
     items = values(array.flatten())
     found: list[Any] = []

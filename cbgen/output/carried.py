@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cbgen.data.parquet import has_inner_dictionary
 from cbgen.data.sources import Source, open_parquet
@@ -97,6 +96,8 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if not (pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type)):
         return array.cast(kind)
     # Arrow's own cast of a view leaves its last offset out.
+    import pyarrow.compute as pc  # slow to import, and only lists need it
+
     ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(array), 0).cast(pa.int32()))
     offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     return pa.ListArray.from_arrays(offsets, pc.list_flatten(array), mask=array.is_null()).cast(kind)

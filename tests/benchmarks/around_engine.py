@@ -61,13 +61,16 @@ def make_config(source: Path, slots: int) -> RunConfig:
 # -- one run, in a process of its own ---------------------------------------------------------------------------------
 
 
-def run_full(config: RunConfig) -> float:
+def run_full(config: RunConfig) -> tuple[float, int]:
+    """Seconds from the first row to the last commit, and steps."""
     pipeline.run(config)
-    return float(json.loads(Path(f"{config.output.path}.cbgen/summary.json").read_text())["generate_seconds"])
+    summary = json.loads(Path(f"{config.output.path}.cbgen/summary.json").read_text())
+    return summary["generate_seconds"], summary["steps"]
 
 
-def run_bare(config: RunConfig) -> float:
-    serving = pipeline._load(config, find_model("demo"))
+def run_bare(config: RunConfig) -> tuple[float, int]:
+    """Seconds from the first `add` to the last `step`, and steps."""
+    serving = pipeline._load(config, find_model("demo"), lambda _: None)
     engine = serving.engine
     params = merge_params(SamplingParams(), config.sampling)
     builder = PromptBuilder(serving.tokenizer, config.prompt, params, engine.limits.max_model_len, engine.vocab_size)
@@ -83,11 +86,11 @@ def run_bare(config: RunConfig) -> float:
             prompt = next(waiting, None)
         engine.more_is_coming = prompt is not None
         engine.step()
-    return time.monotonic() - started
+    return time.monotonic() - started, engine.stats.num_steps
 
 
-def run_around(config: RunConfig) -> float:
-    """Processor seconds of all threads, from the first row to the last commit."""
+def run_around(config: RunConfig) -> tuple[float, int]:
+    """Processor seconds of all threads, from the first row to the last commit; no steps worth counting."""
     from cbgen.engine.loader import load_tokenizer
 
     tokenizer = load_tokenizer(find_model("demo"))
@@ -108,18 +111,19 @@ def run_around(config: RunConfig) -> float:
         return Serving(tokenizer, engine)  # type: ignore[arg-type]
 
     pipeline.run(config, make_serving)
-    return time.process_time() - started
+    return time.process_time() - started, 0
 
 
 # -- all runs ---------------------------------------------------------------------------------------------------------
 
 
-def measure(way: str, source: Path, slots: int) -> float:
+def measure(way: str, source: Path, slots: int) -> tuple[float, int]:
     command = [sys.executable, "-m", "tests.benchmarks.around_engine", "--one", way, str(source), "--slots", str(slots)]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{process.stderr}")
-    return float(process.stdout)
+    seconds, steps = process.stdout.split()
+    return float(seconds), int(steps)
 
 
 def main() -> None:
@@ -132,7 +136,8 @@ def main() -> None:
     if options.one:
         way, source = options.one
         runs = dict(zip(WAYS, (run_full, run_bare, run_around), strict=True))
-        sys.stdout.write(f"{runs[way](make_config(Path(source), options.slots))}\n")
+        seconds, steps = runs[way](make_config(Path(source), options.slots))
+        sys.stdout.write(f"{seconds} {steps}\n")
         return
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "in.jsonl"
