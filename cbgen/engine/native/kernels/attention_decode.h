@@ -117,9 +117,14 @@ inline void dots_of_tile(const T* keys, int dim, const float* query, int query_s
         const T* key = keys + i * dim;
         for (int h = 0; h < H; ++h) {
             const float* q = query + h * query_stride;
+            Lanes sums[kPieces] = {}, pieces[kPieces];
+            for (int d = 0; d < dim; d += kWidth) {
+                sixteen_of(key + d, dim - d, pieces);
+                for (int c = 0; c < kPieces; ++c) sums[c] += pieces[c] * lanes_of(q + d + c * kLanes);
+            }
+            for (int c = 1; c < kPieces; ++c) sums[0] += sums[c];
             float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int d = 0; d < dim; ++d) sum += to_float(key[d]) * q[d];
+            for (int lane = 0; lane < kLanes; ++lane) sum += sums[0][lane];
             dots[h * kSplit + i] = sum;
         }
     }
@@ -130,6 +135,8 @@ inline void dots_of_tile(const T* keys, int dim, const float* query, int query_s
 // -- weighted sums of sixteen values ----------------------------------------------------------------------------------
 
 // sums[h * sum_stride + c] += sum over 16 positions of weight x value, columns [c, c + 16 * C), H query heads.
+#ifdef CBGEN_AVX512
+
 template <int H, int C, class T>
 inline void add_columns(const T* values, int dim, const float* weights, float* sums, int sum_stride, int column,
                         Ahead ahead) {
@@ -151,6 +158,25 @@ inline void add_columns(const T* values, int dim, const float* weights, float* s
     for (int h = 0; h < H; ++h)
         for (int c = 0; c < C; ++c) store(sums + h * sum_stride + column + c * kWidth, kept[h][c]);
 }
+
+#else
+
+template <int H, int C, class T>
+inline void add_columns(const T* values, int dim, const float* weights, float* sums, int sum_stride, int column,
+                        Ahead ahead) {
+    static_assert(C == 1, "more would not fit into the registers of most CPUs");
+    Lanes kept[H][kPieces], value[kPieces];
+    for (int h = 0; h < H; ++h) sixteen_of(sums + h * sum_stride + column, kWidth, kept[h]);
+    for (int i = 0; i < kTile; ++i) {
+        ahead.fetch_part(i, kTile);
+        sixteen_of(values + i * dim + column, dim - column, value);
+        for (int h = 0; h < H; ++h)
+            for (int c = 0; c < kPieces; ++c) kept[h][c] += weights[h * kSplit + i] * value[c];
+    }
+    for (int h = 0; h < H; ++h) std::memcpy(sums + h * sum_stride + column, kept[h], sizeof(kept[h]));
+}
+
+#endif
 
 template <int H, class T>
 inline void add_tile(const T* values, int dim, const float* weights, float* sums, int sum_stride, Ahead ahead) {

@@ -35,6 +35,10 @@ using Word = typename Words<T>::Word;
 
 // -- c[rows, columns] += a[rows, depth] x b[depth, columns] -----------------------------------------------------------
 
+#ifdef CBGEN_AVX512
+
+constexpr int kBlockRows = 6, kBlockVectors = 4;  // 24 sums, 4 columns and one factor fill the 32 registers
+
 template <class T, int R, int C>
 inline void multiply_block(const Word<T>* a, int a_stride, const Word<T>* b, int b_stride, float* c, int c_stride,
                            int depth) {
@@ -50,10 +54,23 @@ inline void multiply_block(const Word<T>* a, int a_stride, const Word<T>* b, int
         for (int j = 0; j < C; ++j) store(c + r * c_stride + j * kWidth, kept[r][j]);
 }
 
-#ifdef CBGEN_AVX512
-constexpr int kBlockRows = 6, kBlockVectors = 4;  // 24 sums, 4 columns and one factor fill the 32 registers
 #else
-constexpr int kBlockRows = 2, kBlockVectors = 1;
+
+constexpr int kBlockRows = 6, kBlockVectors = 1;  // 12 of 16 registers of eight floats
+
+template <class T, int R, int C>
+inline void multiply_block(const float* a, int a_stride, const float* b, int b_stride, float* c, int c_stride, int depth) {
+    static_assert(C == 1, "more would not fit into the registers of most CPUs");
+    Lanes kept[R][kPieces], column[kPieces];
+    for (int r = 0; r < R; ++r) sixteen_of(c + r * c_stride, kWidth, kept[r]);
+    for (int k = 0; k < depth; ++k) {
+        sixteen_of(b + k * b_stride, kWidth, column);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < kPieces; ++i) kept[r][i] += a[r * a_stride + k] * column[i];
+    }
+    for (int r = 0; r < R; ++r) std::memcpy(c + r * c_stride, kept[r], sizeof(kept[r]));
+}
+
 #endif
 
 template <class T, int C>

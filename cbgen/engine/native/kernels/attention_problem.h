@@ -80,6 +80,49 @@ class Scratch {
     size_t capacity_ = 0, used_ = 0;
 };
 
+#ifndef CBGEN_AVX512
+
+// One register of floats as the compiler's own vector type: unlike arrays these stay in registers over a loop.
+#ifdef __AVX__
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kPieces = kWidth / kLanes;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+
+inline Lanes lanes_of(const float* p) {
+    Lanes lanes;
+    std::memcpy(&lanes, p, sizeof(lanes));
+    return lanes;
+}
+template <class T>
+inline Lanes lanes_of(const T* p) {
+    Lanes lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = to_float(p[i]);
+    return lanes;
+}
+inline Lanes lanes_of(const Bf16* p) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+    typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+    Halves halves;
+    std::memcpy(&halves, p, sizeof(halves));
+    return (Lanes)(__builtin_convertvector(halves, Words) << 16);
+}
+// Sixteen, zeros past the first `count`.
+template <class T>
+inline void sixteen_of(const T* p, int count, Lanes* pieces) {
+    T whole[kWidth];
+    if (count < kWidth) {
+        std::memset(static_cast<void*>(whole), 0, sizeof(whole));
+        std::memcpy(static_cast<void*>(whole), p, count * sizeof(T));
+        p = whole;
+    }
+    for (int i = 0; i < kPieces; ++i) pieces[i] = lanes_of(p + i * kLanes);
+}
+
+#endif
+
 // Memory to ask for while something else is computed, a part at a time: the processor's own guesses do not follow block
 // tables, and a burst of requests would stall what runs beside it.
 struct Ahead {

@@ -8,33 +8,48 @@
 
 namespace cbgen {
 
-// 2^y for y <= 127, relative error about 1e-7; -inf gives 0 exactly, NaN stays NaN. The polynomial is the minimax fit
-// of 2^f over [-1/2, 1/2] with the constant held at 1.
-inline Vec exp2_of(Vec y) {
+template <class V>
+inline V constant(float value) {
 #ifdef CBGEN_AVX512
-    y = max(Vec(-200.0f), y);  // -inf would become inf - inf
-    const Vec whole = _mm512_roundscale_ps(y.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return V(value);
 #else
-    y = min(Vec(127.0f), max(Vec(-127.0f), y));
-    const Vec magic(12582912.0f);  // 1.5 x 2^23: what is added to it loses its fraction
-    const Vec whole = (y + magic) - magic;
-#endif
-    const Vec f = y - whole;
-    Vec p(0.001326472f);
-    p = fma(p, f, Vec(0.009671513f));
-    p = fma(p, f, Vec(0.055507338f));
-    p = fma(p, f, Vec(0.240222421f));
-    p = fma(p, f, Vec(0.693146978f));
-    p = fma(p, f, Vec(1.0f));
-#ifdef CBGEN_AVX512
-    return _mm512_scalef_ps(p.v, whole.v);
-#else
-    Vec result;
-    for (int i = 0; i < kWidth; ++i)  // the exponent -127 is that of 0
-        result.v[i] = p.v[i] * bits_to_float(uint32_t(int32_t(whole.v[i]) + 127) << 23);
-    return result;
+    return V{} + value;
 #endif
 }
+
+// 2^f for f in [-1/2, 1/2]: the minimax polynomial with the constant held at 1; relative error about 1e-7.
+template <class V>
+inline V exp2_of_fraction(V f) {
+    V p = constant<V>(0.001326472f) * f + constant<V>(0.009671513f);  // the compiler fuses these where the CPU can
+    p = p * f + constant<V>(0.055507338f);
+    p = p * f + constant<V>(0.240222421f);
+    p = p * f + constant<V>(0.693146978f);
+    return p * f + constant<V>(1.0f);
+}
+
+// 2^y for y <= 127; -inf gives 0 exactly, NaN stays NaN.
+#ifdef CBGEN_AVX512
+inline Vec exp2_of(Vec y) {
+    y = max(Vec(-200.0f), y);  // -inf would become inf - inf
+    const Vec whole = _mm512_roundscale_ps(y.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_scalef_ps(exp2_of_fraction(y - whole).v, whole.v);
+}
+#else
+inline Vec exp2_of(Vec all) {
+    typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+    for (int i = 0; i < kWidth; i += kLanes) {
+        Lanes y = lanes_of(all.v + i);
+        y = y < -127.0f ? Lanes{} - 127.0f : y;
+        y = y > 127.0f ? Lanes{} + 127.0f : y;
+        const float magic = 12582912.0f;  // 1.5 x 2^23: what is added to it loses its fraction
+        const Lanes whole = (y + magic) - magic;
+        const Ints exponent = __builtin_convertvector(whole, Ints) + 127;  // that of -127 is the exponent of 0
+        const Lanes result = exp2_of_fraction(y - whole) * (Lanes)(exponent << 23);
+        std::memcpy(all.v + i, &result, sizeof(result));
+    }
+    return all;
+}
+#endif
 
 inline float exp2_of(float y) {
     float lanes[kWidth];
