@@ -69,7 +69,8 @@ void plan_prefill(Plan& plan, const Attention<T>& call, int seq) {
             const int stop = std::min(num_queries, token + step);
             const int64_t seen = before + stop - call.first_visible(before + token);
             const int64_t pair_cost = int64_t(call.key_dim + call.value_dim) * sizeof(T) / 2;  // in 1/32 cycles
-            plan.add({{seq, kv_head, token, stop}, false, -1}, 100 + (stop - token) * call.group() * seen * pair_cost / 32);
+            const int64_t rows = int64_t(stop - token) * call.group();
+            plan.add({{seq, kv_head, token, stop}, false, -1}, 100 + rows * seen * pair_cost / 32);
         }
 }
 

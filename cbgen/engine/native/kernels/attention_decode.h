@@ -1,8 +1,8 @@
 // Decode: one query token against everything its sequence holds, a split of at most 512 positions at a time.
 //
-// A work item is (sequence, KV head, split). All G query heads of the KV head go together, so that each key and value is
-// read from memory once. Within a split there are three passes: dot products of all positions, softmax, weighted values;
-// nothing is rescaled on the way. Splits lie at fixed positions, so a sequence's sums never depend on its company.
+// A work item is (sequence, KV head, split). All G query heads of the KV head go together, so that each key and value
+// is read from memory once. Within a split there are three passes: dot products of all positions, softmax, weighted
+// values; nothing is rescaled on the way. Splits lie at fixed positions, so a sequence's sums never depend on its company.
 #pragma once
 
 #include "attention_problem.h"
@@ -13,7 +13,7 @@ namespace cbgen {
 constexpr int kSplit = 512;  // positions
 constexpr int kAhead = 2 * kTile;  // positions between what is read and what is asked for
 
-// What the dot products and the weighted sums take: bfloat16 as it is where the CPU multiplies it in pairs, else floats.
+// What dot products and weighted sums take: bfloat16 as it is where the CPU multiplies it in pairs, else floats.
 #ifdef CBGEN_BF16_DOT
 template <class T>
 struct OperandOf {
@@ -191,8 +191,8 @@ inline void add_tile(const T* values, int dim, const float* weights, float* sums
 
 #ifdef CBGEN_BF16_DOT
 
-// Two rows interleaved 128-bit lane by lane, the order of the pairwise product. Sums are loaded and stored in this order
-// and put straight at both ends.
+// Two rows interleaved 128-bit lane by lane, the order of the pairwise product. Sums are brought into this order when
+// loaded, and put straight when stored.
 inline __m512i lanes_low() { return _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27); }
 inline __m512i lanes_high() { return _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31); }
 inline __m512i straight_low() { return _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23); }
@@ -305,11 +305,11 @@ struct Stretch {
     int num_padded() const { return round_up(end - first_tile(), kTile); }
 };
 
-// Leaves largest[G], total[G] and sums[G, sum_stride] of a stretch; sum_stride is Dv padded to 32. `next` is the stretch
-// to come, or null: its first keys are asked for near the end of this one, as this one's were unless `is_first`.
+// Leaves largest[G], total[G] and sums[G, sum_stride] of a stretch; sum_stride is Dv padded to 32. `next` is the
+// stretch to come, or null: its first keys are asked for near the end of this one, as this one's were unless `is_first`.
 template <class T>
-void decode_stretch(const Attention<T>& call, Scratch& memory, const Stretch& stretch, const Stretch* next, bool is_first,
-                    float* largest, float* total, float* sums, int sum_stride) {
+void decode_stretch(const Attention<T>& call, Scratch& memory, const Stretch& stretch, const Stretch* next,
+                    bool is_first, float* largest, float* total, float* sums, int sum_stride) {
     const DecodeScratch<T> scratch(memory, call);
     const int group = call.group(), begin = stretch.begin, end = stretch.end, first_tile = stretch.first_tile();
     const Pages<T> keys(call.keys, call, stretch.seq, stretch.kv_head, call.key_dim);
@@ -325,9 +325,9 @@ void decode_stretch(const Attention<T>& call, Scratch& memory, const Stretch& st
         Ahead ahead = later < end ? keys.ahead(later, end) : values.ahead(later - stretch.num_padded(), end);
         const T* tile = keys.tile(position, begin, end, scratch.copy);
         by_heads(group, [&](auto size, int h) {
+            float* dots = scratch.logits + h * kSplit + position - first_tile;
             dots_of_tile<decltype(size)::value>(tile, call.key_dim, scratch.query + h * scratch.query_stride,
-                                                scratch.query_stride, scratch.logits + h * kSplit + position - first_tile,
-                                                ahead);
+                                                scratch.query_stride, dots, ahead);
             ahead = {};
         });
     }

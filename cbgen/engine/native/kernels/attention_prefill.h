@@ -1,6 +1,6 @@
 // Prefill: a tile of consecutive query tokens of one sequence, times the G query heads of one KV head, against keys and
-// values in tiles of 64 positions with a running softmax (Milakov and Gimelshein, arXiv 1805.02867; as a blocked kernel:
-// FlashAttention, arXiv 2205.14135). Both products are small matrix products over packed operands.
+// values in tiles of 64 positions with a running softmax (Milakov and Gimelshein, arXiv 1805.02867; as a blocked
+// kernel: FlashAttention, arXiv 2205.14135). Both products are small matrix products over packed operands.
 //
 // Key tiles lie at fixed positions and a masked key adds exactly nothing, so a token's result depends neither on its
 // company nor on how its prompt was cut into chunks.
@@ -56,10 +56,11 @@ inline void multiply_block(const Word<T>* a, int a_stride, const Word<T>* b, int
 
 #else
 
-constexpr int kBlockRows = 6, kBlockVectors = 1;  // 12 of 16 registers of eight floats
+constexpr int kBlockRows = 6, kBlockVectors = 1;  // 12 of the 16 registers of eight floats
 
 template <class T, int R, int C>
-inline void multiply_block(const float* a, int a_stride, const float* b, int b_stride, float* c, int c_stride, int depth) {
+inline void multiply_block(const float* a, int a_stride, const float* b, int b_stride, float* c, int c_stride,
+                           int depth) {
     static_assert(C == 1, "more would not fit into the registers of most CPUs");
     Lanes kept[R][kPieces], column[kPieces];
     for (int r = 0; r < R; ++r) sixteen_of(c + r * c_stride, kWidth, kept[r]);
@@ -257,8 +258,8 @@ void prefill_tile(const Attention<T>& call, Scratch& memory, int seq, int kv_hea
     for (int i = 0; i < count; ++i)
         for (int h = 0; h < group; ++h) {
             const int row = i * group + h;
-            pack_query(call.query_row(row0 + i, kv_head * group + h), scratch.query + size_t(row) * scratch.query_stride,
-                       call.key_dim);
+            pack_query(call.query_row(row0 + i, kv_head * group + h),
+                       scratch.query + size_t(row) * scratch.query_stride, call.key_dim);
             scratch.largest[row] = kNothingSeen, scratch.total[row] = 0.0f;
         }
     std::memset(scratch.sums, 0, size_t(rows) * scratch.sum_stride * sizeof(float));
@@ -271,7 +272,8 @@ void prefill_tile(const Attention<T>& call, Scratch& memory, int seq, int kv_hea
             pack_keys(keys.tile(tile + i, begin, end, scratch.copy), scratch.keys + i, call.key_dim);
         // Tokens before the tile see none of it, and neither do those whose window has passed it.
         const int from = std::max(0, tile - position0);
-        const int to = call.window ? std::min<int64_t>(count, int64_t(tile) + kKeyTile - 1 + call.window - position0) : count;
+        const int64_t passed = int64_t(tile) + kKeyTile - 1 + call.window - position0;
+        const int to = call.window ? int(std::min<int64_t>(count, passed)) : count;
         const int row = from * group, num_rows = (to - from) * group;
         float* logits = scratch.logits + size_t(row) * kKeyTile;
         std::memset(logits, 0, size_t(num_rows) * kKeyTile * sizeof(float));
@@ -279,7 +281,8 @@ void prefill_tile(const Attention<T>& call, Scratch& memory, int seq, int kv_hea
                     logits, kKeyTile, num_rows, kKeyTile, scratch.key_words);
         for (int i = from; i < to; ++i)
             for (int h = 0; h < group; ++h)
-                soften_row(scratch, i * group + h, call.first_visible(position0 + i) - tile, position0 + i + 1 - tile, scale);
+                soften_row(scratch, i * group + h, call.first_visible(position0 + i) - tile, position0 + i + 1 - tile,
+                           scale);
         for (int i = 0; i < kKeyTile; i += kTile)
             pack_values(values.tile(tile + i, begin, end, scratch.copy),
                         scratch.values + size_t(i) / per_word * scratch.sum_stride, call.value_dim, scratch.sum_stride);
