@@ -2,7 +2,7 @@
 //
 // A work item is (sequence, KV head, split). All G query heads of the KV head go together, so that each key and value
 // is read from memory once. Within a split there are three passes: dot products of all positions, softmax, weighted
-// values; nothing is rescaled on the way. Splits lie at fixed positions, so a sequence's sums never depend on its company.
+// values; nothing is rescaled on the way. Splits lie at fixed positions: a sequence's sums never depend on its company.
 #pragma once
 
 #include "attention_problem.h"
@@ -306,7 +306,7 @@ struct Stretch {
 };
 
 // Leaves largest[G], total[G] and sums[G, sum_stride] of a stretch; sum_stride is Dv padded to 32. `next` is the
-// stretch to come, or null: its first keys are asked for near the end of this one, as this one's were unless `is_first`.
+// stretch to come, or null: its first keys are asked for near this one's end, as this one's were unless `is_first`.
 template <class T>
 void decode_stretch(const Attention<T>& call, Scratch& memory, const Stretch& stretch, const Stretch* next,
                     bool is_first, float* largest, float* total, float* sums, int sum_stride) {
