@@ -1,9 +1,13 @@
 """The sampler: each row alone gives what it gives in company, and draws follow the truncated distribution."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
+from cbgen.engine.native.library import open_library
+from cbgen.engine.operators.native import NativeOperators
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.sampler import Sampler
 from cbgen.engine.sampling_input import SamplingInput, uniforms
@@ -19,9 +23,18 @@ def make_row(index=0, num_output=0, **params):
     return sequence
 
 
+@functools.cache
+def native_operators():
+    return NativeOperators(open_library(print))
+
+
 def sample(logits, rows):
-    token_ids = Sampler(ReferenceOperators()).sample(logits, SamplingInput.from_sequences(rows))
+    """By both kinds of operators, which have to agree; the logits are only read."""
+    given, before = SamplingInput.from_sequences(rows), logits.clone()
+    token_ids = Sampler(ReferenceOperators()).sample(logits, given)
     assert token_ids.dtype == np.int64
+    assert np.array_equal(Sampler(native_operators()).sample(logits, given), token_ids)
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     return [None if token_id == -1 else token_id for token_id in token_ids.tolist()]
 
 

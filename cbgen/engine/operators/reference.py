@@ -43,7 +43,7 @@ class ReferenceOperators:
         slot_mapping: Tensor,
     ) -> Tensor:
         """See `Operators.rope_and_store`."""
-        heads = qkv.view(len(qkv), -1, layout.head_dim)  # [T, Hq + 2 Hkv, D]
+        heads = qkv.view(len(qkv), qkv.shape[1] // layout.head_dim, layout.head_dim)  # [T, Hq + 2 Hkv, D]
         query, key, value = heads.tensor_split([layout.num_heads, layout.num_heads + layout.num_kv_heads], dim=1)
         rotated_query, rotated_key = query.float(), key.float()
         if layout.norms is not None:

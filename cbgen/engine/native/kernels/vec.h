@@ -127,6 +127,10 @@ inline void store(F16* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
 }
 
+inline bool any_nan(Vec a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
+// x * 2^n for whole numbers n, also where the result is subnormal or past the range.
+inline Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x.v, n.v); }
+
 // The first `count` (0 to 16) elements; the others read as 0 and are not written.
 inline __mmask16 first(int count) { return __mmask16((1u << count) - 1u); }
 inline Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(first(count), p); }
@@ -184,6 +188,18 @@ inline Vec min(Vec a, Vec b) {
     return map([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
 
+inline bool any_nan(Vec a) {
+    int found = 0;
+    for (int i = 0; i < kWidth; ++i) found |= a.v[i] != a.v[i];
+    return found != 0;
+}
+inline Vec scale_by_power(Vec x, Vec n) {  // in two steps, neither of which leaves the range of exponents
+    return map([&](int i) {
+        const int power = int(n.v[i]), half = power >> 1;
+        return x.v[i] * bits_to_float(uint32_t(half + 127) << 23) * bits_to_float(uint32_t(power - half + 127) << 23);
+    });
+}
+
 template <class T>
 inline Vec load(const T* p) {
     return map([&](int i) { return to_float(p[i]); });
@@ -217,6 +233,24 @@ inline float max_of(Vec a) {
     for (int half = kWidth / 2; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
     return v[0];
+}
+
+// e^x within two units of the last place; 0 below -104, infinity above 88.8, NaN for NaN. Cody and Waite's reduction to
+// |r| <= ln(2) / 2, then the Taylor polynomial of degree 7.
+inline Vec exp(Vec x) {
+    x = max(Vec(-104.0f), min(Vec(89.0f), x));  // in this order of operands NaN passes
+    const Vec magic(12582912.0f);               // 1.5 x 2^23: adding it rounds to a whole number
+    const Vec n = fma(x, Vec(1.44269504f), magic) - magic;
+    const Vec r = fma(n, Vec(-1.42860677e-6f), fma(n, Vec(-0.693145752f), x));
+    Vec p(1.0f / 5040);
+    p = fma(p, r, Vec(1.0f / 720));
+    p = fma(p, r, Vec(1.0f / 120));
+    p = fma(p, r, Vec(1.0f / 24));
+    p = fma(p, r, Vec(1.0f / 6));
+    p = fma(p, r, Vec(0.5f));
+    p = fma(p, r, Vec(1.0f));
+    p = fma(p, r, Vec(1.0f));
+    return scale_by_power(p, n);
 }
 
 // -- from a dtype code to a type --------------------------------------------------------------------------------------
