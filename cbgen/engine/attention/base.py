@@ -81,7 +81,7 @@ class AttentionMetadata:
     def from_model_input(cls, model_input: ModelInput, device: torch.device) -> AttentionMetadata:
         return cls(
             slot_mapping=torch.from_numpy(model_input.slot_mapping).to(device),
-            block_tables=torch.from_numpy(model_input.block_tables).to(device),
+            block_tables=torch.from_numpy(model_input.block_tables).contiguous().to(device),
             context_lens=torch.from_numpy(model_input.context_lens).to(device),
             cu_seqlens_q=torch.from_numpy(model_input.cu_seqlens_q).to(device),
             num_decodes=model_input.num_decodes,

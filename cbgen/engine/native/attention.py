@@ -113,7 +113,8 @@ def _check(
         raise ValueError(f"heads of more than {MAX_HEAD_DIM} values")
     contiguous = key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(2) == 1
     ragged = (cu_seqlens_q, context_lens)
-    if not contiguous or any(not t.is_contiguous() for t in ragged) or block_tables.stride(1) != 1:
+    tables = block_tables.stride(1) == 1 or block_tables.shape[1] == 1  # the stride of a single column is arbitrary
+    if not (contiguous and tables and all(t.is_contiguous() for t in ragged)):
         raise ValueError("the caches, each query and the step's lengths must be contiguous")
     if any(t.dtype != torch.int32 for t in (block_tables, *ragged)):
         raise ValueError("block tables and lengths must be int32")

@@ -11,6 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+from cbgen.engine.native.attention import MAX_HEAD_DIM as MAX_ATTENTION_HEAD_DIM
+from cbgen.engine.native.attention import PagedAttention
 from cbgen.engine.native.elementwise import MAX_HEAD_DIM, NativeElementwise
 from cbgen.engine.native.gemm import NativeGemm
 from cbgen.engine.native.library import DTYPE_CODES, NativeLibrary
@@ -32,6 +35,7 @@ class NativeOperators(ReferenceOperators):
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
         self.gemm = NativeGemm(library)
+        self._attention = PagedAttention(library)
         self._elementwise = NativeElementwise(library)
         self._sampling = NativeSampling(library)
 
@@ -73,6 +77,28 @@ class NativeOperators(ReferenceOperators):
             return
         self._elementwise.store(key, key_cache, slot_mapping)
         self._elementwise.store(value, value_cache, slot_mapping)
+
+    def attention(
+        self, call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """See `Operators.attention`."""
+        widest = max(key_cache.shape[3], value_cache.shape[3])
+        if widest > MAX_ATTENTION_HEAD_DIM or not _accepts(query, key_cache.dtype):
+            return super().attention(call, query, key_cache, value_cache, metadata)
+        return self._attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_tables,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            num_decodes=metadata.num_decodes,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            num_threads=torch.get_num_threads(),
+        )
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Operators.argmax`."""
