@@ -19,7 +19,7 @@ from cbgen.engine.loader import LoadedModel, probe_step
 from cbgen.errors import ModelError, UsageError
 
 BLOCK_SIZE = 16  # tokens
-_DEFAULT_SEQS = {"cpu": 32, "cuda": 256}
+_DEFAULT_SEQS = {"cpu": 128, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 4096}
 _USABLE_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of free memory; on CPU other programs live there too
 
