@@ -64,8 +64,8 @@ def test_the_window_matters_to_these_models(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["llama-ratio-3", "qwen3-ratio-4", "gemma2-softcap-window-8"])
 def test_bfloat16_rows_are_the_same_in_any_company(architecture, tmp_path):
-    """Our kernels sum in an order that no neighbour changes: with them bfloat16 is exact, too, however rows are batched,
-    chunked, preempted and computed again.
+    """Our kernels sum in an order that no neighbour changes: with them bfloat16 is exact, too, however rows are
+    batched, chunked, preempted and computed again.
     """
     loaded = prepare(parity.load(build_model(architecture, tmp_path), dtype="bfloat16"), set(), print)
     if loaded.packing != "native":
