@@ -321,10 +321,108 @@ def simulate(
     click.echo()
     click.echo("\n".join(simulation.format_timelines(simulations, slots)))
     if svg:
-        try:
-            Path(svg).write_text(simulation.render_svg(simulations, slots), "utf-8")
-        except OSError as error:
-            raise UsageError(f"--svg {svg}: {error.strerror}") from error
+        _write("--svg", svg, simulation.render_svg(simulations, slots))
+
+
+@cli.command(short_help="Compare engines on the same work, beside what this machine could do.")
+@click.option(
+    "--engines",
+    default="cbgen,cbgen-static,hf-generate,hf-cb,openvino,vllm",
+    show_default=True,
+    help="In turn: a name, or NAME:KEY=VALUE,... such as cbgen:order=file or vllm:max_num_seqs=128.",
+)
+@click.option("--ablations", is_flag=True, help="Also this engine with each optimization switched off.")
+@click.option(
+    "--workload",
+    type=click.Choice(["W1", "W2", "W3", "W4", "W5", "W6"]),
+    default="W1",
+    show_default=True,
+    help="Ragged chats, shared prefixes, a long tail, scores, 100 to 1,024 tokens, 256 tokens.",
+)
+@click.option(
+    "--scale",
+    type=click.Choice(["small", "full"]),
+    default="small",
+    show_default=True,
+    help="Lengths and rows for a few CPU cores, or for a GPU.",
+)
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of the workload.  [default: by workload and scale]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of lengths and texts.")
+@click.option("--model", default="demo", show_default=True, metavar="demo|DIR|HUB_ID", help="What generates.")
+@click.option("--shape", type=click.Choice(["0.6b", "tiny"]), help="Random weights of this size instead of a model.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Weights and arithmetic of every engine.",
+)
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]", help="Where it runs.")
+@click.option("--slots", type=click.IntRange(min=1), help="Rows at once in this engine.  [default: its own]")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each engine.")
+@click.option(
+    "--peer-python", multiple=True, metavar="NAME=PATH", help="The interpreter that has an engine; repeatable."
+)
+@click.option(
+    "--time-limit",
+    type=Duration(1.0),
+    default=1800.0,
+    show_default=True,
+    metavar="TIME",
+    help="For one run, loading included.",
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write everything measured to this file.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw the speeds into this file.")
+def bench(
+    engines: str, ablations: bool, peer_python: tuple[str, ...], json_file: str | None, svg: str | None, **values: Any
+) -> None:
+    """Compare this engine, its own static mode and other engines on identical work: lengths are forced.
+
+    \b
+    cbgen bench --engines cbgen,vllm --peer-python vllm=venvs/vllm/bin/python
+    cbgen bench --workload W3 --dtype float32 --engines cbgen:order=longest,cbgen:order=file
+    """
+    from cbgen.bench import compare, report
+    from cbgen.bench import engines as known
+
+    try:
+        chosen = known.parse_engines(engines)
+        pythons = dict(_peer_python(text, known.ENGINES) for text in peer_python)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if ablations:
+        chosen += [engine for engine in known.ablations() if engine.name not in {given.name for given in chosen}]
+    for option_, path in (("--json", json_file), ("--svg", svg)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{option_} {path}: no such directory")
+    comparison = compare.compare(compare.BenchConfig(engines=chosen, pythons=pythons, **values), _note)
+    click.echo(report.format_comparison(comparison))
+    if json_file:
+        _write("--json", json_file, json.dumps(compare.as_document(comparison), indent=2) + "\n")
+    if svg:
+        _write("--svg", svg, report.render_svg(comparison))
+    sys.exit(EXIT_OK if comparison.reference is not None else CbgenError.exit_code)
+
+
+def _peer_python(text: str, known: Iterable[str]) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if name not in known or not equals or not path:
+        raise ValueError(f"--peer-python {text}: write NAME=PATH, NAME one of {', '.join(known)}")
+    return name, path
+
+
+def _note(message: str) -> None:
+    from cbgen.report.progress import printable
+
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(printable(_redacted(message)), err=True)
+
+
+def _write(option_: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{option_} {path}: {error.strerror}") from error
 
 
 @cli.command(short_help="Look whether this machine is fit to run.")

@@ -1,0 +1,1 @@
+"""Scripts that drive one engine each; they run as plain files, most of them in other interpreters."""
