@@ -53,7 +53,7 @@ def _table(comparison: Comparison) -> str:
             rows.append(
                 [
                     entry.engine.name,
-                    describe_knobs({k: v for k, v in entry.knobs.items() if k not in ("disabled", "device")}) or "-",
+                    describe_knobs({k: v for k, v in entry.knobs.items() if k not in entry.engine.fixed}) or "-",
                     f"{entry.median:,.0f}",
                     f"{min(entry.speeds):,.0f} - {max(entry.speeds):,.0f}",
                     "-" if entry is reference else f"{ratio:.2f}x",

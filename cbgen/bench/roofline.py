@@ -21,7 +21,7 @@ class ModelShape:
     """Sizes of a model, in the dtype it runs in.
 
     Attributes:
-        layer_weights: parameters of all layers, each used once a token (of experts: those that a token uses).
+        layer_weights: parameters of all layers, each used once a token.
         head_weights: parameters of the output head.
         itemsize: bytes of a weight and of a KV element.
     """

@@ -112,13 +112,14 @@ def _write_converted(files: ModelFiles, dtype: str, target: Path) -> None:
 def _write_random(sizes: dict[str, Any], dtype: str, target: Path) -> None:
     """Weights as a training run would begin with; the demo model's tokenizer where there is one."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    import transformers
 
     from cbgen.engine.loader import load_tokenizer
 
-    config = Qwen3Config(**sizes, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=2)
+    library: Any = transformers
+    config = library.Qwen3Config(**sizes, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=2)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(target)
+    library.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(target)
     try:
         load_tokenizer(find_model(DEMO)).save_pretrained(target)
     except CbgenError:
@@ -138,12 +139,13 @@ def _token_ids(directory: Path, texts: list[str]) -> list[list[int]] | None:
 def _sizes(directory: Path, dtype: str) -> dict[str, int]:
     """Fields of `cbgen.bench.roofline.ModelShape`, from the model built without memory."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.from_pretrained(directory)
+    library: Any = transformers
+    config = library.AutoConfig.from_pretrained(directory)
     text = config.get_text_config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = library.AutoModelForCausalLM.from_config(config)
     embedding = {id(weight) for weight in model.get_input_embeddings().parameters()}
     head = {id(weight) for weight in model.get_output_embeddings().parameters()}
     layers = sum(w.numel() for w in model.parameters() if id(w) not in embedding | head)

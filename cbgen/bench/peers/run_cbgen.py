@@ -5,6 +5,7 @@ Knobs: fields of `EngineConfig` (`batching`, `order`, `disabled`, `max_num_seqs`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,37 +13,40 @@ from typing import Any
 
 from protocol import Answers, Generate, Task, serve
 
-from cbgen.config import EngineConfig
+from cbgen import pipeline
+from cbgen.config import EngineConfig, ModelConfig, OutputConfig, ReportConfig, RunConfig
+from cbgen.engine.model_files import ModelFiles
+from cbgen.job import Serving
 
 
-def engine_config(task: Task) -> EngineConfig:
-    """The engine's settings as the knobs have them."""
+def load_serving(task: Task) -> tuple[RunConfig, Serving]:
+    """The model and the engine as `cbgen run` loads them; the configuration lacks only its files."""
     knobs = {name: value for name, value in task.knobs.items() if name != "device"}
     knobs["disabled"] = frozenset(knobs.get("disabled", ()))
-    return EngineConfig(**{"max_model_len": task.max_model_len, **knobs})
+    config = RunConfig(
+        inputs=("-",),
+        output=OutputConfig(path="-"),
+        model=ModelConfig(name=task.model, dtype=task.dtype, device=task.knobs.get("device", "auto")),
+        engine=EngineConfig(**{"max_model_len": task.max_model_len, **knobs}),
+        sampling={"ignore_eos": True, "temperature": 0.0},
+        report=ReportConfig(progress="none", github=False),
+    )
+    files = ModelFiles(task.model, Path(task.model))
+    return config, pipeline._load(config, files, _tell)
 
 
-def prepare_threads(task: Task) -> None:
-    """All cores, as `cbgen run` has them."""
-    import torch
-
-    torch.set_num_threads(task.threads)
+def _tell(note: str) -> None:
+    sys.stderr.write(f"{note}\n")
 
 
 def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
-    """Load the model and make an engine; counters begin anew with each call of what is returned."""
+    """Counters begin anew with each call of what is returned."""
     import numpy as np
 
-    from cbgen.engine.engine import Engine
-    from cbgen.engine.loader import choose_device, load_model
-    from cbgen.engine.model_files import ModelFiles
     from cbgen.params import SamplingParams
     from cbgen.records import EngineStats
 
-    prepare_threads(task)
-    files = ModelFiles(task.model, Path(task.model))
-    device = choose_device(task.knobs.get("device", "auto"))
-    engine = Engine(load_model(files, dtype=task.dtype, device=device, eos_token_id=None), engine_config(task))
+    engine = load_serving(task)[1].engine
 
     def generate(work: Task) -> Answers:
         engine.stats = EngineStats()

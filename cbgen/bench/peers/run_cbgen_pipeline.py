@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from protocol import Answers, Generate, Missing, Task, serve
-from run_cbgen import engine_config, prepare_threads
+from run_cbgen import load_serving
 
 from cbgen import pipeline
-from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
-from cbgen.engine.model_files import ModelFiles
+from cbgen.config import OutputConfig, RunConfig
 from cbgen.job import Serving
 from cbgen.records import EngineStats
 
@@ -27,17 +26,7 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     """Load as the pipeline itself does, once for all calls of what is returned."""
     if task.texts is None:
         raise Missing("the model has no tokenizer, which the whole command needs")
-    prepare_threads(task)
-    device = task.knobs.get("device", "auto")
-    config = RunConfig(
-        inputs=("-",),
-        output=OutputConfig(path="-"),
-        model=ModelConfig(name=task.model, dtype=task.dtype, device=device),
-        engine=engine_config(task),
-        sampling={"ignore_eos": True, "temperature": 0.0},
-        report=ReportConfig(progress="none", github=False),
-    )
-    serving = pipeline._load(config, ModelFiles(task.model, Path(task.model)))
+    config, serving = load_serving(task)
 
     def generate(work: Task) -> Answers:
         serving.engine.stats = EngineStats()
@@ -60,8 +49,6 @@ def _write_rows(path: Path, work: Task) -> None:
 
 
 def _run(config: RunConfig, serving: Serving, directory: Path, num_rows: int) -> Answers:
-    from dataclasses import replace
-
     output = directory / "out.jsonl"
     files = replace(
         config,

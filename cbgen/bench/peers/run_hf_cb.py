@@ -16,11 +16,12 @@ _PATIENCE_S = 600.0  # for one row; a thread that died is noticed at once
 def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     """Model, and one manager that stays for all rows."""
     import torch
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+    import transformers
 
+    library: Any = transformers  # has no types where it matters here
     torch.set_num_threads(task.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
+    model = library.AutoModelForCausalLM.from_pretrained(
         task.model,
         dtype=getattr(torch, task.dtype),
         attn_implementation=task.knobs.get("attention", "sdpa"),
@@ -28,14 +29,14 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     page_size = int(task.knobs.get("page_size", 32))
     max_requests = int(task.knobs.get("max_requests", 64))
     longest = max(len(p) + n for p, n in zip(task.prompts, task.lengths, strict=True))
-    config = ContinuousBatchingConfig(
+    config = library.ContinuousBatchingConfig(
         page_size=page_size,
         num_blocks=(max_requests + 1) * (-(-longest // page_size) + 1),
         max_batch_tokens=int(task.knobs.get("max_batch_tokens", 512)),
         max_requests_per_batch=max_requests,
         allow_block_sharing=bool(task.knobs.get("prefix_caching", False)),
     )
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=longest, eos_token_id=-1)
+    greedy = library.GenerationConfig(do_sample=False, max_new_tokens=longest, eos_token_id=-1)
     manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
     manager.start()
 

@@ -28,11 +28,12 @@ def batches(prompts: list[list[int]], lengths: list[int], batch_size: int, sort:
 def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     """The model as transformers loads it by default."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    import transformers
 
+    library: Any = transformers  # has no types where it matters here
     torch.set_num_threads(task.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.dtype)).to(device)
+    model = library.AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.dtype)).to(device)
     batch_size, sort = int(task.knobs.get("batch_size", 32)), str(task.knobs.get("sort", "length"))
 
     def generate(work: Task) -> Answers:
@@ -46,7 +47,9 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
                 input_ids[place, width - len(ids) :] = torch.tensor(ids)
                 mask[place, width - len(ids) :] = 1
             longest = max(work.lengths[row] for row in rows)
-            config = GenerationConfig(do_sample=False, max_new_tokens=longest, eos_token_id=None, pad_token_id=0)
+            config = library.GenerationConfig(
+                do_sample=False, max_new_tokens=longest, eos_token_id=None, pad_token_id=0
+            )
             output = model.generate(
                 input_ids.to(device), attention_mask=mask.to(device), generation_config=config
             )  # [B, width + longest]

@@ -15,7 +15,7 @@ from protocol import Answers, Generate, Task, no_facts, serve
 def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     """Environment first: vLLM reads it on import."""
     cores = sorted(os.sched_getaffinity(0))[: task.threads]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}-{cores[-1]}"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(task.knobs.get("kv_gib", 4))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["HF_HUB_OFFLINE"] = "1"
