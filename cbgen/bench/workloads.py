@@ -105,7 +105,7 @@ def mixed(usual: Draw, rare: Draw, share: float) -> Draw:
 
 
 _SHAPES: dict[tuple[str, Scale], _Shape] = {
-    ("W1", "small"): _Shape(192, lognormal(40, 0.5, 8, 256), lognormal(90, 0.85, 16, 384)),
+    ("W1", "small"): _Shape(192, lognormal(40, 0.5, 8, 256), lognormal(75, 0.85, 16, 384)),
     ("W1", "full"): _Shape(4096, lognormal(120, 1.1, 1, 2048), lognormal(150, 1.0, 1, 1024)),
     ("W2", "small"): _Shape(96, uniform(60, 120), uniform(1, 64), 24, (600, 1200)),
     ("W2", "full"): _Shape(2000, uniform(60, 120), uniform(1, 64), 100, (600, 1200)),
