@@ -8,7 +8,8 @@ PURE = (
     "cbgen.engine.sequence, cbgen.engine.block_manager, cbgen.engine.scheduler, cbgen.engine.model_input, "
     "cbgen.engine.model_files, cbgen.engine.sampling_input, "
     "cbgen.data.readers, cbgen.data.prompts, cbgen.output.writers, cbgen.data.feed, "
-    "cbgen.report.metrics, cbgen.report.progress, cbgen.bench.simulate"
+    "cbgen.report.metrics, cbgen.report.progress, cbgen.bench.simulate, "
+    "cbgen.bench.compare, cbgen.bench.report"
 )
 
 
