@@ -27,6 +27,7 @@ from cbgen.bench.runner import EngineFailure, Measurement, ask, run_engine
 from cbgen.bench.simulate import Workload as Schedule
 from cbgen.bench.simulate import simulate
 from cbgen.bench.workloads import Scale, Workload, make_workload, random_ids, shareable_tokens
+from cbgen.engine.cpu_settings import choose_threads
 from cbgen.errors import CbgenError, UsageError
 
 Tell = Callable[[str], None]
@@ -131,7 +132,7 @@ def compare(config: BenchConfig, tell: Tell) -> Comparison:
         workload = make_workload(config.workload, scale=config.scale, rows=config.rows, seed=config.seed)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    threads = len(os.sched_getaffinity(0))
+    threads = choose_threads()
     tell(f"preparing {config.shape or config.model} and {workload.num_rows:,} rows of {workload.name}")
     prepared = _ask_one("prepare.py", _question(config, workload))
     shape = ModelShape(**prepared["shape"])
