@@ -27,7 +27,6 @@ from cbgen.bench.runner import EngineFailure, Measurement, ask, run_engine
 from cbgen.bench.simulate import Workload as Schedule
 from cbgen.bench.simulate import simulate
 from cbgen.bench.workloads import Scale, Workload, make_workload, random_ids, shareable_tokens
-from cbgen.engine.cpu_settings import choose_threads
 from cbgen.errors import CbgenError, UsageError
 
 Tell = Callable[[str], None]
@@ -132,9 +131,9 @@ def compare(config: BenchConfig, tell: Tell) -> Comparison:
         workload = make_workload(config.workload, scale=config.scale, rows=config.rows, seed=config.seed)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    threads = choose_threads()
     tell(f"preparing {config.shape or config.model} and {workload.num_rows:,} rows of {workload.name}")
     prepared = _ask_one("prepare.py", _question(config, workload))
+    threads = int(prepared["threads"])
     shape = ModelShape(**prepared["shape"])
     prompts = prepared["prompts"] or random_ids(workload, shape.vocab_size)
     tell("measuring this machine's bandwidth and arithmetic")

@@ -44,7 +44,7 @@ def fake(name, speed=None, behaviour="good", grid=({},), **more):
 def prepared(monkeypatch):
     def answer(script, question):
         if script == "prepare.py":
-            return {"directory": "m", "description": "a model", "prompts": None, "shape": SHAPE}
+            return {"directory": "m", "description": "a model", "prompts": None, "shape": SHAPE, "threads": 2}
         return {"bandwidth": 1e8, "flops": 1e12, "device": "cpu", "versions": {}}
 
     monkeypatch.setattr(comparing, "_ask_one", answer)

@@ -1,7 +1,8 @@
 """The model as every engine reads it, its sizes, and the workload's prompts as its token ids.
 
     in   {"model": "demo", "shape": null, "dtype": "bfloat16", "texts": [...], "cache": DIR}
-    out  {"directory": DIR, "prompts": [[ids]] or null, "shape": {...}, "description": "..."}
+    out  {"directory": DIR, "prompts": [[ids]] or null, "shape": {...}, "description": "...",
+          "threads": 2}
     or   {"error": "..."}
 
 A GGUF model is written once, in the benchmark's dtype, to the cache; a shape becomes a model of random weights there.
@@ -60,6 +61,8 @@ def main() -> None:
 
 def prepare(question: dict[str, Any]) -> dict[str, Any]:
     """Answer one question."""
+    from cbgen.engine.cpu_settings import choose_threads
+
     cache, dtype = Path(question["cache"]), question["dtype"]
     if question.get("shape"):
         name = question["shape"]
@@ -73,6 +76,7 @@ def prepare(question: dict[str, Any]) -> dict[str, Any]:
         "description": description,
         "prompts": _token_ids(directory, question["texts"]),
         "shape": _sizes(directory, dtype),
+        "threads": choose_threads(),
     }
 
 
