@@ -18,7 +18,16 @@ import click
 
 from cbgen import __version__
 from cbgen.collection import skip_last_collection
-from cbgen.config import EngineConfig, ModelConfig, OutputConfig, PromptConfig, ReportConfig, RunConfig, StopConfig
+from cbgen.config import (
+    OPTIMIZATIONS,
+    EngineConfig,
+    ModelConfig,
+    OutputConfig,
+    PromptConfig,
+    ReportConfig,
+    RunConfig,
+    StopConfig,
+)
 from cbgen.errors import EXIT_OK, EXIT_SECOND_SIGNAL, CbgenError, Stopped, UsageError
 from cbgen.options import (
     Allowance,
@@ -143,6 +152,11 @@ def cli() -> None:
     "Engine",
     option("--batching", type=click.Choice(["continuous", "static"]), default="continuous", show_default=True,
             help="static waits for the longest row of each batch; the baseline to compare with."),
+    option("--order", type=click.Choice(["auto", "file", "longest"]), default="auto", show_default=True,
+            help="Which rows begin first: in input order, or those that will likely run longest. Output keeps its "
+            "order."),
+    option("--disable", multiple=True, metavar="NAME,...",
+            help=f"Do without some of: {', '.join(OPTIMIZATIONS)}."),
     option("--max-num-seqs", type=int, help="Slots: rows that generate at once.  [default: by device]"),
     option("--max-num-batched-tokens", type=int, help="Token budget of a step.  [default: by device]"),
     option("--max-model-len", type=int, help="Longest prompt plus output.  [default: the model's context]"),
@@ -239,9 +253,9 @@ def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _columns(keep: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The columns that --keep names; None when it was not given, and none at all for an empty one."""
-    return tuple(column for text in keep for column in text.split(",") if column) if keep else None
+def _names(values: tuple[str, ...]) -> tuple[str, ...]:
+    """What an option that takes `a,b` and may be given more than once names in all."""
+    return tuple(name for text in values for name in text.split(",") if name)
 
 
 def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
@@ -253,7 +267,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
         inputs=inputs,
         output=OutputConfig(
             path=values["output"],
-            keep=_columns(values["keep"]),
+            keep=_names(values["keep"]) if values["keep"] else None,
             **pick("format", "rows_per_part", "state_dir", "overwrite", "retry_errors"),
             **pick("append_message", "messages_column", "source", "token_ids", "result_prefix"),
         ),
@@ -265,7 +279,9 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
             **pick("on_too_long"),
         ),
         engine=EngineConfig(
-            **pick("batching", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory")
+            disabled=frozenset(_names(values["disable"])),
+            **pick("batching", "order"),
+            **pick("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory"),
         ),
         sampling={name: values[name] for name in PARAM_NAMES if values.get(name) not in (None, ())},
         limit=values["limit"],

@@ -6,12 +6,14 @@ samples has ended. Knows how a generation becomes text; nothing here decides whe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbgen.data.detokenizer import Detokenizer, StopStringMatcher, is_tokenizer_error
 from cbgen.data.feed import PromptFeed
+from cbgen.engine.waiting import ROWS_PER_SLOT
 from cbgen.errors import RowError, RowFailure
 from cbgen.output.formats import RecordFormat
 from cbgen.output.retry import RetryWriter
@@ -23,9 +25,7 @@ from cbgen.report.progress import Snapshot
 if TYPE_CHECKING:
     from cbgen.engine.engine import Engine
 
-_WINDOW_SLOTS = (
-    32  # rows per slot that may be read ahead of the first unfinished one; fewer, and one long row starves the rest
-)
+_GATHERING_SECONDS = 0.05
 _MOST_STRAIGHT = 256  # rows without work for the engine that are taken in one go
 _ENGINE_ERRORS = {
     "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
@@ -51,6 +51,7 @@ class _InFlight:
     matchers: list[StopStringMatcher | None]
     samples: list[Sample | None]
     num_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class Job:
@@ -84,8 +85,9 @@ class Job:
         self._detokenizer = Detokenizer(serving.tokenizer)
         self._special_token_ids = _special_token_ids(serving.tokenizer)
         self._format = record_format
-        self._window = _WINDOW_SLOTS * serving.engine.limits.max_num_seqs
+        self._window = ROWS_PER_SLOT * serving.engine.limits.max_num_seqs
         self._in_flight: dict[int, _InFlight] = {}
+        self._gathers_until: float | None = None  # from the first row on
 
     def admit(self, feed: PromptFeed) -> None:
         """Move prompts from the feed into the engine's queue while both have room; failed rows go straight out.
@@ -95,7 +97,7 @@ class Job:
         """
         num_straight = 0
         while self.engine.wants_more and num_straight < _MOST_STRAIGHT:
-            item = feed.peek(wait=not self.engine.has_unfinished)
+            item = feed.peek(wait=not self.engine.has_unfinished or self._is_gathering())
             if item is None:
                 return
             row = item.row if isinstance(item, Prompt) else item
@@ -110,6 +112,13 @@ class Job:
                 assert row.error is not None
                 self._put(row, row.error)
                 num_straight += _MOST_STRAIGHT if self.stops_at_errors else 1
+
+    def _is_gathering(self) -> bool:
+        """Whether the first rows are still young: with a few more there is something to choose from for the slots."""
+        now = time.monotonic()
+        if self._gathers_until is None:
+            self._gathers_until = now + _GATHERING_SECONDS
+        return now < self._gathers_until
 
     def _add(self, prompt: Prompt) -> None:
         row, params, special_ids = prompt.row, prompt.params, self._special_token_ids
@@ -158,6 +167,8 @@ class Job:
         try:
             state.samples[generation.sample] = self._sample(state, generation)
             state.num_tokens += len(generation.token_ids)
+            if generation.sample == 0:
+                state.num_cached_tokens = generation.cached_tokens
             outcome = _completion(state)
         except RowFailure as failure:
             outcome = failure.error
@@ -226,7 +237,15 @@ def _completion(state: _InFlight) -> Completion | None:
         return None
     first, *further = samples
     num_prompt = len(state.prompt.token_ids)
-    return Completion(first.text, first.finish_reason, num_prompt, state.num_tokens, first.token_ids, further)
+    return Completion(
+        first.text,
+        first.finish_reason,
+        num_prompt,
+        state.num_tokens,
+        first.token_ids,
+        further,
+        num_cached_tokens=state.num_cached_tokens,
+    )
 
 
 def _special_token_ids(tokenizer: Any) -> dict[str, int]:

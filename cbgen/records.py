@@ -77,6 +77,7 @@ class Generation:
     Attributes:
         sample: which of the row's `n` samples this is, from 0. Of a row that failed there is only one generation.
         detail: with some reasons, what went wrong in one line.
+        cached_tokens: tokens of the prompt that were not computed for it, since an earlier row began alike.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Generation:
     finish_reason: str
     sample: int = 0
     detail: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Completion:
     Attributes:
         num_completion_tokens: of all samples; the token that stopped each is counted, too.
         further: samples 1 to n - 1.
+        num_cached_tokens: of the prompt, served from the prefix cache to the first sample.
     """
 
     text: str
@@ -110,6 +113,7 @@ class Completion:
     num_completion_tokens: int
     token_ids: list[int]
     further: list[Sample] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     @property
     def samples(self) -> list[Sample]:
@@ -123,6 +127,9 @@ class EngineStats:
     Attributes:
         num_active: sum over steps of the sequences in a slot.
         num_queued_steps, num_queued_active: the same, only over steps while rows were still queued.
+        num_recomputed_tokens: computed once more after a preemption.
+        num_prompt_tokens, num_cached_tokens: of rows that got a slot, each sample counted; and how many of these were
+            in the prefix cache.
         num_out_of_memory: forward passes that were given up and cut into smaller ones.
     """
 
@@ -133,6 +140,9 @@ class EngineStats:
     num_scheduled_tokens: int = 0
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_out_of_memory: int = 0
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0

@@ -28,7 +28,8 @@ SPELLINGS = {
     for spelling in param.spellings
 }
 A_VALUE = {
-    "format": "parquet", "dtype": "float32", "on_too_long": "error", "batching": "static", "progress": "bar",
+    "format": "parquet", "dtype": "float32", "on_too_long": "error", "batching": "static", "order": "file",
+    "disable": "prediction", "progress": "bar",
     "chat_template_kwargs": "{}", "logit_bias": "{}", "fail_on_error": "0.1",
     **dict.fromkeys(
         ("output", "state_dir", "keep", "result_prefix", "model", "revision", "device", "template", "prompt_column",

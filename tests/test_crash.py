@@ -90,6 +90,7 @@ def test_the_demo_model_survives_thirty_kills(tmp_path):
     arguments = ("--max-num-seqs", "16", "--max-tokens", "24", "--max-model-len", "256", "--ignore-eos")
     killed, output, expected, log = kill_many_times(tmp_path, "demo", 400, 30, *arguments)
     sys.stdout.write(f"{killed} kills, {len(log)} rows finished, {len(log) - len(set(log))} of them twice\n")
+    output, expected = map(crash_driver.without_cached_tokens, (output, expected))
     assert output == expected
     assert len(log) == len(set(log))
     assert len(log) >= 400 - killed

@@ -6,6 +6,7 @@ import sys
 PURE = (
     "cbgen.cli, cbgen.pipeline, cbgen.config, cbgen.params, cbgen.records, cbgen.errors, cbgen.signals, "
     "cbgen.engine.sequence, cbgen.engine.block_manager, cbgen.engine.scheduler, cbgen.engine.model_input, "
+    "cbgen.engine.prediction, cbgen.engine.prefix_cache, cbgen.engine.waiting, "
     "cbgen.engine.model_files, cbgen.engine.sampling_input, "
     "cbgen.data.readers, cbgen.data.prompts, cbgen.output.writers, cbgen.data.feed, "
     "cbgen.report.metrics, cbgen.report.progress, cbgen.bench.simulate, "

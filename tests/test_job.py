@@ -12,6 +12,7 @@ from cbgen.data.prompts import PromptBuilder
 from cbgen.engine.engine import Engine
 from cbgen.engine.loader import load_model, load_tokenizer
 from cbgen.engine.model_files import ModelFiles
+from cbgen.engine.waiting import ROWS_PER_SLOT
 from cbgen.job import Job, Serving
 from cbgen.output.formats import RecordFormat
 from cbgen.params import SamplingParams
@@ -181,14 +182,14 @@ def test_batch_answers_have_one_choice_per_sample(serving):
 
 def test_the_queue_stays_short_when_rows_have_many_samples(serving):
     job, builder = make_job(serving, slots=4)
-    rows = [make_row(i, prompt="5", sampling_params={"n": 10, "max_tokens": 2}) for i in range(20)]
+    rows = [make_row(i, prompt="5", sampling_params={"n": 50, "max_tokens": 2}) for i in range(8)]
     feed, longest = Feed(builder.build(rows)), 0
     while not feed.exhausted or job.engine.has_unfinished:
         job.admit(feed)
         longest = max(longest, job.engine.num_waiting)
         for generation in job.engine.step():
             job.finish(generation)
-    assert longest < 4 + 10
+    assert 4 * ROWS_PER_SLOT < longest + 50 < 4 * ROWS_PER_SLOT + 100
     assert job.engine.stats.num_active > 3.8 * job.engine.stats.num_steps
 
 

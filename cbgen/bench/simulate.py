@@ -18,8 +18,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from cbgen.engine.block_manager import BlockManager
-from cbgen.engine.scheduler import Batching, Order, Scheduler, SchedulerConfig
+from cbgen.engine.scheduler import Batching, Scheduler, SchedulerConfig
 from cbgen.engine.sequence import Sequence
+from cbgen.engine.waiting import ROWS_PER_SLOT, Order
 from cbgen.params import SamplingParams
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
@@ -123,6 +124,7 @@ def simulate(workload: Workload, batching: Batching, order: Order = "file") -> S
     scheduler = _make_scheduler(workload, batching, order)
     sequences = [_make_sequence(workload, row) for row in range(len(workload.lengths))]
     arriving = deque(sorted(range(len(sequences)), key=lambda row: (workload.arrivals_ms[row], row)))
+    look_ahead = ROWS_PER_SLOT * workload.slots
     clock_ms, num_steps, num_active = 0.0, 0, 0
     entered: dict[int, tuple[int, float]] = {}  # row -> (slot, time)
     spans: list[Span] = []
@@ -130,19 +132,18 @@ def simulate(workload: Workload, batching: Batching, order: Order = "file") -> S
     while arriving or scheduler.has_unfinished:
         if not scheduler.has_unfinished:
             clock_ms = max(clock_ms, workload.arrivals_ms[arriving[0]])
-        while arriving and workload.arrivals_ms[arriving[0]] <= clock_ms:
+        while arriving and workload.arrivals_ms[arriving[0]] <= clock_ms and scheduler.num_waiting < look_ahead:
             scheduler.add(sequences[arriving.popleft()])
         output = scheduler.schedule()
         for sequence in output.sequences:
             entered.setdefault(sequence.index, (sequence.slot, clock_ms))
-        num_prompt_tokens = sum(
-            max(0, min(count, s.num_prompt_tokens - s.num_computed_tokens))
-            for s, count in zip(output.sequences, output.num_scheduled_tokens, strict=True)
-        )
+        table, slots = output.table, output.slots
+        num_unread = np.maximum(table.num_prompt_tokens[slots] - table.num_computed_tokens[slots], 0)
+        num_prompt_tokens = int(np.minimum(num_unread, output.num_scheduled_tokens).sum())
         num_steps += 1
-        num_active += len(scheduler.running)
+        num_active += scheduler.num_running
         clock_ms += workload.step_ms + num_prompt_tokens * workload.prefill_ms_per_token
-        for sequence in scheduler.update(output, [0] * len(output.sequences)):
+        for sequence in scheduler.update(output, np.zeros(output.samples.sum(), dtype=np.int64)):
             slot, start_ms = entered[sequence.index]
             spans.append(Span(sequence.index, slot, start_ms, clock_ms))
             response_ms[sequence.index] = clock_ms - workload.arrivals_ms[sequence.index]

@@ -28,9 +28,12 @@ from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from cbgen.engine.sequence import FinishReason, Sequence
+from cbgen.engine.waiting import ROWS_PER_SLOT
 from cbgen.errors import CbgenError
 from cbgen.params import SamplingParams
 from cbgen.records import EngineStats, Generation
+
+_MOST_WAITING_TOKENS = 1 << 21  # prompt tokens in the queue: with what belongs to them, some tens of megabytes
 
 
 class Engine:
@@ -47,14 +50,22 @@ class Engine:
         self.stats = EngineStats()
         self.more_is_coming = False
         self._loaded = loaded
-        self._batching = config.batching
+        self._config = config
         limits = self.limits
-        self._blocks = BlockManager(limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len)
+        self._blocks = BlockManager(
+            limits.num_blocks,
+            limits.block_size,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            prefix_cache="prefix-cache" not in config.disabled,
+        )
         scheduler_config = SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             batching=config.batching,
+            order=config.order,
+            prediction="prediction" not in config.disabled,
         )
         self._scheduler = Scheduler(scheduler_config, self._blocks)
         self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
@@ -67,12 +78,15 @@ class Engine:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the queue is shorter than the slots it has to keep filled."""
-        return self._scheduler.num_waiting < self.limits.max_num_seqs
+        """Whether the queue is shorter than the window in which rows may change places, or than the slots at least."""
+        num_waiting, num_slots = self._scheduler.num_waiting, self.limits.max_num_seqs
+        if num_waiting < num_slots:
+            return True
+        return num_waiting < ROWS_PER_SLOT * num_slots and self._scheduler.num_waiting_tokens < _MOST_WAITING_TOKENS
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -98,7 +112,9 @@ class Engine:
         """Settings in force, for people and for the summary."""
         limits = self.limits
         return {
-            "batching": self._batching,
+            "batching": self._config.batching,
+            "order": self._config.order,
+            "disabled": sorted(self._config.disabled),
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
             "device": str(self._loaded.device),
             "operators": self._loaded.operators.name,
@@ -169,6 +185,9 @@ class Engine:
             stats.num_queued_steps += 1
             stats.num_queued_active += self.num_running
         stats.num_preemptions += output.num_preempted
+        stats.num_prompt_tokens += output.num_prompt_tokens
+        stats.num_cached_tokens += output.num_cached_tokens
+        stats.num_recomputed_tokens += output.num_recomputed_tokens
         return self._run(output)
 
     def _run(self, output: SchedulerOutput) -> list[Generation]:
@@ -222,7 +241,7 @@ class Engine:
                 stats.num_out_of_memory += 1
                 self._runner.release_memory()  # here, where the exception and the tensors in its frames are gone
             return failure
-        for sequence in self._scheduler.update(part, token_ids):
+        for sequence in self._scheduler.update(part, _as_array(token_ids)):
             ended.append(_generation(sequence))
             if sequence.params.n > 1 and sequence.finish_reason is FinishReason.NAN_LOGITS:
                 self._scheduler.end_row(sequence.index, FinishReason.NAN_LOGITS)
@@ -248,4 +267,15 @@ class Engine:
 
 def _generation(sequence: Sequence) -> Generation:
     assert sequence.finish_reason is not None
-    return Generation(sequence.index, sequence.output_token_ids, sequence.finish_reason.value, sequence.sample)
+    return Generation(
+        sequence.index,
+        sequence.output_token_ids,
+        sequence.finish_reason.value,
+        sequence.sample,
+        cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def _as_array(token_ids: list[int | None]) -> npt.NDArray[np.int64]:
+    """[S] with -1 for None."""
+    return np.array([-1 if token_id is None else token_id for token_id in token_ids], dtype=np.int64)

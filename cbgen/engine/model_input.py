@@ -54,25 +54,21 @@ class ModelInput:
 
 
 def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> ModelInput:
-    """Arrays for one step. Python loops only over sequences, never over tokens or blocks."""
-    sequences = output.sequences
-    num_seqs = len(sequences)
-    counts = np.array(output.num_scheduled_tokens, dtype=np.int64)  # [B]
-    starts = np.fromiter((s.num_computed_tokens for s in sequences), dtype=np.int64, count=num_seqs)  # [B]
-    slots = np.fromiter((s.slot for s in sequences), dtype=np.int64, count=num_seqs)  # [B]
-    cu_seqlens_q = np.zeros(num_seqs + 1, dtype=np.int64)
+    """Arrays for one step, without a Python loop."""
+    table, slots, counts = output.table, output.slots, output.num_scheduled_tokens  # [B]
+    starts = table.num_computed_tokens[slots]  # [B]
+    cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=cu_seqlens_q[1:])
-    num_tokens = int(cu_seqlens_q[-1])
 
-    positions = np.arange(num_tokens) + np.repeat(starts - cu_seqlens_q[:-1], counts)  # [T]
+    positions = np.arange(cu_seqlens_q[-1]) + np.repeat(starts - cu_seqlens_q[:-1], counts)  # [T]
+    token_slots = np.repeat(slots, counts)  # [T]
     block_size = block_manager.block_size
-    blocks = block_manager.block_tables[np.repeat(slots, counts), positions // block_size].astype(np.int64)  # [T]
+    blocks = block_manager.block_tables[token_slots, positions // block_size].astype(np.int64)  # [T]
     context_lens = starts + counts  # [B]
-    num_known = np.fromiter((s.num_tokens for s in sequences), dtype=np.int64, count=num_seqs)
-    samples = np.flatnonzero(context_lens == num_known)  # a chunk in the middle of a prompt has nothing to sample
-    max_blocks = block_manager.blocks_for(int(context_lens.max())) if num_seqs else 0
+    samples = np.flatnonzero(output.samples)  # a chunk amid a prompt has nothing to sample
+    max_blocks = block_manager.blocks_for(int(context_lens.max(initial=0)))
     return ModelInput(
-        input_ids=_input_ids(output, num_tokens),
+        input_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens_q.astype(np.int32),
@@ -80,22 +76,5 @@ def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> M
         block_tables=block_manager.block_tables[slots, :max_blocks],
         num_decodes=output.num_decodes,
         logits_indices=cu_seqlens_q[1:][samples] - 1,
-        sampling=[sequences[i] for i in samples],
+        sampling=[output.sequences[i] for i in samples],
     )
-
-
-def _input_ids(output: SchedulerOutput, num_tokens: int) -> Int64Array:
-    """[T] the token ids each sequence computes: the newest one for a decode, a slice of the prompt for a prefill."""
-    input_ids = np.empty(num_tokens, dtype=np.int64)
-    num_decodes = output.num_decodes
-    decodes = output.sequences[:num_decodes]
-    input_ids[:num_decodes] = [
-        s.output_token_ids[-1] if s.output_token_ids else s.prompt_token_ids[-1] for s in decodes
-    ]
-    start = num_decodes
-    prefills = zip(output.sequences[num_decodes:], output.num_scheduled_tokens[num_decodes:], strict=True)
-    for sequence, count in prefills:
-        first = sequence.num_computed_tokens
-        input_ids[start : start + count] = sequence.tokens_between(first, first + count)
-        start += count
-    return input_ids

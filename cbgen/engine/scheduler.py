@@ -5,23 +5,31 @@ what the model answered. Every step has one token budget (`max_num_batched_token
 decode token each or the next chunk of their prefill, then waiting sequences while budget, slots and blocks last.
 There is no prefill phase and no decode phase (vLLM v1's idea; iteration-level scheduling is Orca's, OSDI 2022).
 
-Deterministic: no clock, no hash order. The same class runs under the engine and under `cbgen simulate`.
+State of running sequences is in `SequenceTable`, so that a step costs a few numpy calls; Python loops only over
+sequences that enter, end, read a prompt or need a block. Deterministic: no clock, no hash order. The same class runs
+under the engine and under `cbgen simulate`.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from cbgen.engine.block_manager import BlockManager
-from cbgen.engine.sequence import FinishReason, Sequence
+import numpy as np
+import numpy.typing as npt
 
+from cbgen.engine.block_manager import BlockManager, Prefix
+from cbgen.engine.prediction import LengthPredictor
+from cbgen.engine.sequence import FinishReason, Sequence, SequenceTable
+from cbgen.engine.waiting import Order, WaitingQueue
+
+Int64Array = npt.NDArray[np.int64]
 Batching = Literal["continuous", "static"]
-Order = Literal["file", "longest"]
+
+_MOST_PASSED_OVER = 256  # rows that cannot be admitted yet and are looked past in one step
+_RESERVE_SHARE = 64  # one block in so many stays free for rows that run longer than predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,9 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step, at least `max_num_seqs`.
         batching: `continuous` refills a slot in the step after it frees. `static` is the baseline: a batch is prefilled
             together and nothing is admitted until its longest row ends.
-        order: `file` admits in input order, `longest` by expected output length (longest processing time first).
+        order: who is admitted first, see `cbgen.engine.waiting`.
+        prediction: whether rows are admitted while memory lasts for the length they will likely have, and the cheapest
+            to compute again is preempted; else while a block in four is left to grow into, and the last is preempted.
     """
 
     max_num_seqs: int
@@ -41,6 +51,7 @@ class SchedulerConfig:
     max_model_len: int
     batching: Batching = "continuous"
     order: Order = "file"
+    prediction: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -54,33 +65,55 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's decision: `sequences[i]` computes its next `num_scheduled_tokens[i]` tokens. Decodes come first."""
+    """One step's decision: `sequences[i]` computes its next `num_scheduled_tokens[i]` tokens. Decodes come first.
 
-    sequences: list[Sequence] = field(default_factory=list)
-    num_scheduled_tokens: list[int] = field(default_factory=list)
+    Attributes:
+        table: where the state of the sequences is.
+        slots: [B] int64; num_scheduled_tokens: [B] int64; sequences: the same B sequences.
+        num_preempted: sequences that lost their slot for this step.
+        num_prompt_tokens, num_cached_tokens: of the sequences admitted for the first time; in all, and in the cache.
+        num_recomputed_tokens: of the sequences admitted again, what is computed once more.
+    """
+
+    table: SequenceTable
+    slots: Int64Array
+    num_scheduled_tokens: Int64Array
+    sequences: list[Sequence]
     num_decodes: int = 0
     num_preempted: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens)
+        return int(self.num_scheduled_tokens.sum())
+
+    @property
+    def samples(self) -> npt.NDArray[np.bool_]:
+        """[B] whether a sequence gets a new token: all it has are computed after this step. Asked before `update`."""
+        table = self.table
+        is_ready: npt.NDArray[np.bool_] = (
+            table.num_computed_tokens[self.slots] + self.num_scheduled_tokens == table.num_tokens[self.slots]
+        )
+        return is_ready
 
     # A step that cannot be run whole is run in parts, one after the other; together they are the same step.
 
     def cut(self, max_tokens: int) -> list[SchedulerOutput]:
         """Parts of at most `max_tokens` tokens, at least 1; the chunk of a long prompt may be cut, too."""
-        parts = [SchedulerOutput()]
+        parts: list[dict[int, int]] = [{}]  # position -> tokens
         room = max_tokens
-        for position, (sequence, num_tokens) in enumerate(zip(self.sequences, self.num_scheduled_tokens, strict=True)):
+        for position, num_tokens in enumerate(self.num_scheduled_tokens.tolist()):
             while num_tokens:
                 if not room:
-                    parts.append(SchedulerOutput())
+                    parts.append({})
                     room = max_tokens
                 taken = min(num_tokens, room)
-                parts[-1]._take(sequence, taken, is_decode=position < self.num_decodes)
+                parts[-1][position] = taken
                 num_tokens -= taken
                 room -= taken
-        return parts
+        return [self._part(part, list(part.values())) for part in parts]
 
     def halves(self) -> list[SchedulerOutput]:
         """Two parts of half the sequences each."""
@@ -91,16 +124,13 @@ class SchedulerOutput:
         """Without the sequences that have ended since."""
         return self._part(i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None)
 
-    def _part(self, positions: Iterable[int]) -> SchedulerOutput:
-        part = SchedulerOutput()
-        for i in positions:
-            part._take(self.sequences[i], self.num_scheduled_tokens[i], is_decode=i < self.num_decodes)
-        return part
-
-    def _take(self, sequence: Sequence, num_tokens: int, *, is_decode: bool) -> None:
-        self.sequences.append(sequence)
-        self.num_scheduled_tokens.append(num_tokens)
-        self.num_decodes += is_decode
+    def _part(self, positions: Iterable[int], num_tokens: list[int] | None = None) -> SchedulerOutput:
+        chosen = np.fromiter(positions, dtype=np.int64)
+        counts = self.num_scheduled_tokens[chosen] if num_tokens is None else np.array(num_tokens, dtype=np.int64)
+        sequences = [self.sequences[position] for position in chosen]
+        return SchedulerOutput(
+            self.table, self.slots[chosen], counts, sequences, int((chosen < self.num_decodes).sum())
+        )
 
 
 class Scheduler:
@@ -109,18 +139,39 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.block_manager = block_manager
+        self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.admits = True  # False while the run ends
-        self.running: list[Sequence] = []  # in order of admission; the last is preempted first
-        self._waiting: deque[Sequence] = deque()
+        self._running: Int64Array = np.zeros(0, dtype=np.int64)  # slots in order of admission
+        self._predictor = LengthPredictor()
+        self._sorted_at = self._predictor.version
+        self._waiting = WaitingQueue(config.order, config.max_num_seqs, self._predictor.expected_output)
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest slot is refilled first
+
+    @property
+    def running(self) -> list[Sequence]:
+        """In order of admission."""
+        return self._sequences(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the waiting sequences."""
+        return self._waiting.num_prompt_tokens
+
+    @property
     def has_unfinished(self) -> bool:
-        return bool(self.running or self._waiting)
+        return bool(len(self._running) or len(self._waiting))
+
+    def _sequences(self, slots: Int64Array) -> list[Sequence]:
+        sequences = self.table.sequences
+        return [sequence for slot in slots.tolist() if (sequence := sequences[slot]) is not None]
 
     # -- add ----------------------------------------------------------------------------------------------------------
 
@@ -130,158 +181,230 @@ class Scheduler:
         if longest > self.config.max_model_len or blocks.blocks_for(longest) > blocks.num_blocks:
             sequence.finish_reason = FinishReason.KV_NEVER_FITS
             return False
-        if self.config.order == "longest":
-            insort(self._waiting, sequence, key=_longest_first)
-        else:
-            self._waiting.append(sequence)
+        sequence.block_hashes = blocks.hashes(sequence.prompt_token_ids)
+        blocks.want(sequence.block_hashes)
+        self._waiting.add(sequence)
         return True
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Reserves blocks and moves sequences between the queues; no token id changes here."""
-        decodes: list[Sequence] = []
-        prefills: list[tuple[Sequence, int]] = []
         budget = self.config.max_num_batched_tokens
-        budget, num_preempted = self._schedule_running(budget, decodes, prefills)
-        if not num_preempted:  # blocks just ran out: admitting now would only preempt again
-            self._admit(budget, prefills)
-        output = SchedulerOutput(decodes, [1] * len(decodes), len(decodes), num_preempted)
-        for sequence, num_tokens in prefills:
-            output.sequences.append(sequence)
-            output.num_scheduled_tokens.append(num_tokens)
+        decodes, num_preempted = self._schedule_decodes()
+        prefills, counts = self._schedule_prefills(budget - len(decodes))
+        output = SchedulerOutput(self.table, decodes, counts, [], len(decodes), num_preempted)
+        # When blocks just ran out, admitting now would only preempt again.
+        new = [] if num_preempted else self._admit(budget - len(decodes) - int(counts.sum()), output)
+        new_slots, new_counts = np.array(new, dtype=np.int64).reshape(-1, 2).T
+        output.slots = np.concatenate([decodes, prefills, new_slots])
+        output.num_scheduled_tokens = np.concatenate([np.ones(len(decodes), dtype=np.int64), counts, new_counts])
+        output.sequences = self._sequences(output.slots)
         return output
 
-    def _schedule_running(
-        self, budget: int, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]
-    ) -> tuple[int, int]:
-        """Give every running sequence its tokens, preempting from the back when blocks run out."""
-        allocate, capacity = self.block_manager.allocate, self.block_manager.capacity
+    def _schedule_decodes(self) -> tuple[Int64Array, int]:
+        """Slots that have one token to compute, all of them: a long prefill never stalls the others (stall-free
+        batching, Sarathi-Serve, arXiv 2403.02310). Where blocks run out, sequences are preempted.
+        """
+        table, blocks = self.table, self.block_manager
+        num_missing = table.num_tokens[self._running] - table.num_computed_tokens[self._running]
+        if self.config.batching == "static" and (num_missing > 1).any():
+            return self._running[:0], 0  # a static batch starts together: nobody decodes until every prompt is read
+        decodes = self._running[num_missing == 1]
         num_preempted = 0
-        # A static batch starts together: nobody decodes until every prompt is read.
-        starting = self.config.batching == "static" and any(
-            s.num_tokens - s.num_computed_tokens > 1 for s in self.running
-        )
-        # A decode token each comes first, so that a long prefill never stalls the others (stall-free batching,
-        # Sarathi-Serve, arXiv 2403.02310).
-        for sequence in [] if starting else list(self.running):
-            if sequence.slot < 0:
-                continue  # preempted for an earlier sequence in this very loop
-            num_tokens = sequence.num_tokens
-            if num_tokens - sequence.num_computed_tokens > 1:
-                continue
-            while num_tokens > capacity(sequence.slot) and not allocate(sequence.slot, num_tokens):
+        for slot in decodes[table.num_tokens[decodes] > blocks.num_held[decodes] * blocks.block_size].tolist():
+            num_tokens = int(table.num_tokens[slot])  # 0 if it was preempted for an earlier one
+            while num_tokens and not blocks.allocate(slot, num_tokens):
                 num_preempted += 1
-                if self._preempt_last() is sequence:
+                if self._preempt() == slot:
                     break
-            else:
-                decodes.append(sequence)
-                budget -= 1
-        for sequence in self.running:
-            num_missing = sequence.num_tokens - sequence.num_computed_tokens
-            if num_missing > 1 and budget > 0:
-                num_tokens = min(num_missing, budget)
-                prefills.append((sequence, num_tokens))
-                budget -= num_tokens
-        return budget, num_preempted
+        return decodes[table.num_tokens[decodes] > 0] if num_preempted else decodes, num_preempted
 
-    def _admit(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
-        """Fill free slots from the queue. Blocks for all known tokens are taken at once: a prefill never gets stuck."""
+    def _schedule_prefills(self, budget: int) -> tuple[Int64Array, Int64Array]:
+        """Slots that go on reading their prompt, and how many tokens each, in order of admission."""
+        num_missing = self.table.num_tokens[self._running] - self.table.num_computed_tokens[self._running]
+        is_reading = num_missing > 1
+        slots, wanted = self._running[is_reading], num_missing[is_reading]
+        counts = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        return slots[counts > 0], counts[counts > 0]
+
+    def _admit(self, budget: int, output: SchedulerOutput) -> list[tuple[int, int]]:
+        """Fill free slots from the queue. Blocks for all known tokens are taken at once: a prefill never gets stuck.
+
+        Returns:
+            (slot, tokens) of each that has some in this step; what it counted is added to `output`.
+        """
         static = self.config.batching == "static"
-        if not self.admits or (static and self.running):
-            return
-        while self._waiting and self._free_slots and (budget > 0 or static):
-            sequence = self._waiting[0]
-            slot = self._free_slots[0]
-            if not self._has_room(sequence.num_tokens) or not self.block_manager.allocate(slot, sequence.num_tokens):
-                return
-            heapq.heappop(self._free_slots)
-            self._waiting.popleft()
-            sequence.slot = slot
-            self.running.append(sequence)
-            num_tokens = min(sequence.num_tokens, budget)
+        admitted: list[tuple[int, int]] = []
+        if not self.admits or not self._free_slots or not self._waiting or (static and len(self._running)):
+            return admitted
+        if self._sorted_at != self._predictor.version:
+            self._sorted_at = self._predictor.version
+            self._waiting.sort_again()
+        num_passed_over = 0
+        for entry in self._waiting.candidates():
+            if not self._free_slots or (budget <= 0 and not static) or num_passed_over > _MOST_PASSED_OVER:
+                break
+            sequence = entry.sequence
+            prefix = self.block_manager.find_prefix(sequence.block_hashes, sequence.num_tokens)
+            if prefix.is_growing and not static:  # what it would compute is being computed: wait, and share it
+                num_passed_over += 1
+                continue
+            if not self._has_room(sequence, prefix):
+                break  # nobody overtakes it: it would wait for ever
+            self._waiting.take(entry)
+            slot = self._enter(sequence, prefix, output)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
             if num_tokens:  # a static batch is admitted whole, and its prompts are read as the budget allows
-                prefills.append((sequence, num_tokens))
+                admitted.append((slot, num_tokens))
                 budget -= num_tokens
+        return admitted
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Whether admitting leaves the running sequences a block in four to grow into; else they preempt each other."""
-        blocks = self.block_manager
-        return blocks.num_free_blocks - blocks.blocks_for(num_tokens) >= -(-len(self.running) // 4)
+    def _enter(self, sequence: Sequence, prefix: Prefix, output: SchedulerOutput) -> int:
+        """Move a sequence from the queue to a slot; returns it."""
+        slot = heapq.heappop(self._free_slots)
+        blocks, num_cached = self.block_manager, len(prefix.blocks) * self.block_manager.block_size
+        is_admitted = blocks.admit(slot, sequence.num_tokens, sequence.block_hashes, prefix)
+        assert is_admitted, "admitted without room"
+        blocks.unwant(sequence.block_hashes)
+        if sequence.num_preemptions:
+            output.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_cached)
+        else:
+            sequence.num_cached_tokens = num_cached
+            output.num_prompt_tokens += sequence.num_prompt_tokens
+            output.num_cached_tokens += num_cached
+        self.table.enter(slot, sequence, num_cached, self._predictor.likely_total(sequence))
+        self._running = np.append(self._running, slot)
+        return slot
 
-    def _preempt_last(self) -> Sequence:
-        """Send the sequence admitted last back to the queue's head; its KV is dropped and computed again later."""
-        sequence = self.running.pop()
-        self._release(sequence)
-        sequence.num_computed_tokens = 0
+    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether the sequence, and those that run, likely find the blocks they need until they end."""
+        blocks, table, slots = self.block_manager, self.table, self._running
+        num_free = blocks.num_free_blocks - blocks.num_taken(prefix, sequence.num_tokens)
+        if num_free < 0 or not len(slots):
+            return num_free >= 0
+        if not self.config.prediction:
+            return num_free >= -(-len(slots) // 4)
+        num_tokens = np.append(table.num_tokens[slots], sequence.num_tokens)
+        most_tokens = np.append(table.max_total_tokens[slots], sequence.max_total_tokens)
+        if int((-(-most_tokens // blocks.block_size) + num_tokens // -blocks.block_size).sum()) <= num_free:
+            return True  # whatever happens
+        self._predict_again()
+        num_left = np.append(table.likely_total_tokens[slots], self._predictor.likely_total(sequence)) - num_tokens
+        freed = np.append(blocks.num_exclusive(slots), blocks.blocks_for(sequence.num_tokens) - len(prefix.blocks))
+        num_free -= blocks.num_blocks // _RESERVE_SHARE
+        return _peak_growth(num_tokens, num_left, freed, blocks.block_size) <= num_free
+
+    def _predict_again(self) -> None:
+        """For sequences that turned out longer than was likely."""
+        table, slots = self.table, self._running
+        is_longer = table.num_tokens[slots] >= table.likely_total_tokens[slots]
+        for sequence in self._sequences(slots[is_longer & (table.num_tokens[slots] < table.max_total_tokens[slots])]):
+            table.likely_total_tokens[sequence.slot] = self._predictor.likely_total(sequence)
+
+    def _preempt(self) -> int:
+        """Send a sequence back to the queue; its KV is computed again later. Returns the slot it had."""
+        slot = self._cheapest() if self.config.prediction else int(self._running[-1])
+        blocks, sequence = self.block_manager, self.table.sequences[slot]
+        assert sequence is not None
+        num_computed = sequence.num_computed_tokens
+        hashes = blocks.hashes(sequence.tokens_between(0, num_computed))
+        if len(hashes) > len(sequence.block_hashes):
+            sequence.block_hashes = hashes
+            blocks.extend_hashes(slot, hashes)
+        blocks.note_computed(slot, num_computed)
+        blocks.want(sequence.block_hashes)
+        sequence.num_lost_tokens = num_computed
         sequence.num_preemptions += 1
-        self._waiting.appendleft(sequence)
-        return sequence
+        self._running = self._running[self._running != slot]
+        self._release(slot)
+        self._waiting.put_back(sequence)
+        return slot
+
+    def _cheapest(self) -> int:
+        """The running slot with the least to compute again among those that give back blocks; the last of equals."""
+        slots, blocks = self._running[::-1], self.block_manager
+        num_exclusive = blocks.num_exclusive(slots)
+        num_shared_tokens = (blocks.num_held[slots] - num_exclusive) * blocks.block_size
+        cost = np.maximum(self.table.num_computed_tokens[slots] - num_shared_tokens, 0)
+        cost[num_exclusive == 0] = self.config.max_model_len + 1
+        return int(slots[cost.argmin()])
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, output: SchedulerOutput, token_ids: list[int | None]) -> list[Sequence]:
+    def update(self, output: SchedulerOutput, token_ids: Int64Array) -> list[Sequence]:
         """Apply a step's result; returns the sequences it finished, in batch order.
 
         Args:
             output: what `schedule` returned for this step.
-            token_ids: one per scheduled sequence whose tokens are now all computed, in batch order; None where the
-                logits were not finite.
+            token_ids: [S] int64, one per scheduled sequence whose tokens are now all computed, in batch order; below 0
+                where the logits were not finite.
         """
+        table, blocks, slots = self.table, self.block_manager, output.slots
+        num_computed = table.num_computed_tokens[slots] + output.num_scheduled_tokens
+        table.num_computed_tokens[slots] = num_computed
+        for position in np.flatnonzero(blocks.num_unstored[slots]).tolist():
+            blocks.note_computed(int(slots[position]), int(num_computed[position]))
+        ready = slots[num_computed == table.num_tokens[slots]]  # the others have more of their prompt to read
         finished = []
-        sampled = iter(token_ids)
-        for sequence, num_tokens in zip(output.sequences, output.num_scheduled_tokens, strict=True):
-            sequence.num_computed_tokens += num_tokens
-            if sequence.num_computed_tokens < sequence.num_tokens:
-                continue  # more of its prompt to read
-            sequence.finish_reason = self._append(sequence, next(sampled))
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
+        for position, reason in table.append(ready, token_ids).items():
+            slot = int(ready[position])
+            if reason is FinishReason.NAN_LOGITS:
+                blocks.forget(slot)
+            finished.append(self._finish(slot, reason))
+            if reason is not FinishReason.NAN_LOGITS:
+                self._predictor.ended(finished[-1])
         if finished:
-            self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
-            for sequence in finished:
-                self._release(sequence)
+            self._running = self._running[table.num_tokens[self._running] > 0]
         return finished
 
     def end_row(self, index: int, reason: FinishReason) -> None:
         """End every sample of a row that is still here: one of them failed, and the row with it."""
-        for sequence in [*self.running, *self._waiting]:
+        for sequence in self.running:
             if sequence.index == index:
-                sequence.finish_reason = reason
-                if sequence.slot >= 0:
-                    self._release(sequence)
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
-        self._waiting = deque(sequence for sequence in self._waiting if sequence.finish_reason is None)
+                self._finish(sequence.slot, reason)
+        self._running = self._running[self.table.num_tokens[self._running] > 0]
+        for sequence in self._waiting.remove_row(index):
+            self.block_manager.unwant(sequence.block_hashes)
+            sequence.finish_reason = reason
 
-    def _append(self, sequence: Sequence, token_id: int | None) -> FinishReason | None:
-        """Add one sampled token; the reason to end, or None."""
-        if token_id is None:
-            return FinishReason.NAN_LOGITS
-        sequence.output_token_ids.append(token_id)
-        num_output = len(sequence.output_token_ids)
-        if sequence.stop_on_text is not None and sequence.stop_on_text(token_id):
-            return FinishReason.STOP
-        if token_id in sequence.stop_token_ids and num_output > sequence.params.min_tokens:
-            return FinishReason.STOP
-        if len(sequence.prompt_token_ids) + num_output >= sequence.max_total_tokens:
-            return FinishReason.LENGTH
-        return None
+    def _finish(self, slot: int, reason: FinishReason) -> Sequence:
+        sequence = self._release(slot)
+        sequence.finish_reason = reason
+        return sequence
 
-    def _release(self, sequence: Sequence) -> None:
-        self.block_manager.free(sequence.slot)
-        heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = -1
+    def _release(self, slot: int) -> Sequence:
+        self.block_manager.free(slot)
+        heapq.heappush(self._free_slots, slot)
+        return self.table.leave(slot)
 
     def check_integrity(self) -> None:
         """Slots, queues and blocks agree. Called after each operation in tests."""
         self.block_manager.check_integrity()
+        self._waiting.check_integrity()
         slots = [sequence.slot for sequence in self.running]
+        assert slots == self._running.tolist(), "a sequence is not in its slot"
         assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "a slot is lost or held twice"
-        assert all(sequence.slot == -1 and not sequence.num_computed_tokens for sequence in self._waiting)
+        assert all(sequence.slot == -1 for sequence in self._waiting)
         for sequence in self.running:
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= sequence.max_total_tokens
             assert sequence.num_computed_tokens <= self.block_manager.capacity(sequence.slot)
 
 
-def _longest_first(sequence: Sequence) -> tuple[int, int]:
-    return -sequence.expected_output_tokens, sequence.index
+def _peak_growth(num_tokens: Int64Array, num_left: Int64Array, freed: Int64Array, block_size: int) -> float:
+    """Blocks beyond today's that are needed at the worst moment, if each sequence ends when it likely does.
+
+    The need rises while sequences grow and falls when one ends, so the worst moment is just before one of the ends (the
+    idea of Past-Future scheduling, ASPLOS 2025).
+
+    Args:
+        num_tokens: [B] so far; num_left: [B] still to come; freed: [B] blocks that each gives back at once at its end.
+    """
+    order = np.argsort(num_left, kind="stable")
+    num_tokens, num_left, freed = num_tokens[order], num_left[order], freed[order]
+    held = -(-num_tokens // block_size)
+    own = num_tokens / block_size + 0.5 - held  # [B] growth is own + left / size: on average half a block is unused
+    own_of_longer = np.cumsum(own[::-1])[::-1]  # [B] over those that are there at each one's end
+    num_there = np.arange(len(order), 0, -1)
+    gone = np.cumsum(freed) - freed
+    return float((own_of_longer + num_there * num_left / block_size - gone).max())

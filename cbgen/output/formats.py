@@ -95,7 +95,7 @@ class RecordFormat:
                 "usage": {
                     "prompt_tokens": outcome.num_prompt_tokens,
                     "completion_tokens": outcome.num_completion_tokens,
-                    "cached_tokens": 0,
+                    "cached_tokens": outcome.num_cached_tokens,
                 },
                 "error": None,
             }

@@ -69,7 +69,10 @@ def summarize(run: RunSummary) -> dict[str, Any]:
         "steps": stats.num_steps,
         "occupancy": _ratio(stats.num_active, stats.num_steps * run.slots, 4),
         "occupancy_while_queued": _ratio(stats.num_queued_active, stats.num_queued_steps * run.slots, 4),
+        "cached_prompt_tokens": stats.num_cached_tokens,
+        "cached_prompt_share": _ratio(stats.num_cached_tokens, stats.num_prompt_tokens, 4),
         "preemptions": stats.num_preemptions,
+        "recomputed_tokens": stats.num_recomputed_tokens,
         "out_of_memory_steps": stats.num_out_of_memory,
         "step_seconds": {
             "schedule": round(stats.schedule_seconds, 3),
@@ -97,6 +100,9 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"{summary['occupancy']:.1%} of slots over {summary['steps']:,} steps "
         f"({summary['occupancy_while_queued']:.1%} while rows were queued), {summary['preemptions']:,} preemptions"
     )
+    cached, again = summary["cached_prompt_tokens"], summary["recomputed_tokens"]
+    used += f" ({again:,} tokens computed again)" if again else ""
+    shared = f"{cached:,} prompt tokens ({summary['cached_prompt_share']:.1%}) were there from rows that begin alike"
     too_large = summary["out_of_memory_steps"]
     rows = [
         ("rows", f"{summary['rows']:,}: {summary['rows_ok']:,} ok, {summary['rows_failed']:,} failed{resumed}"),
@@ -104,6 +110,7 @@ def format_summary(summary: dict[str, Any]) -> str:
         ("tokens", tokens),
         ("throughput", speed if summary["steps"] else ""),
         ("occupancy", used if summary["steps"] else ""),
+        ("shared", shared if cached else ""),
         ("retried", f"{too_large:,} steps ran out of memory and were done in smaller ones" if too_large else ""),
         ("time", f"{summary['load_seconds']:,.1f} s to load, {summary['total_seconds']:,.1f} s in all"),
         ("peak memory", _memory(summary)),

@@ -43,7 +43,13 @@ def test_sampled_rows_do_not_depend_on_batch_chunks_or_preemption(loaded):
     prompts = make_prompts(16)
     alone = answer(Engine(loaded, EngineConfig(max_num_seqs=1)), prompts, params)
     pool = 5 * bytes_per_block(loaded.layers, 16, loaded.dtype)
-    small = EngineConfig(max_num_seqs=8, max_num_batched_tokens=9, max_model_len=64, kv_cache_memory=pool)
+    small = EngineConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=9,
+        max_model_len=64,
+        kv_cache_memory=pool,
+        disabled=frozenset({"prediction"}),
+    )
     for config in (EngineConfig(max_num_seqs=16), EngineConfig(max_num_seqs=5, max_num_batched_tokens=7), small):
         engine = Engine(loaded, config)
         assert answer(engine, prompts, params) == alone, config
@@ -92,6 +98,26 @@ def test_only_rows_that_sample_get_logits(loaded, monkeypatch):
     answer(engine, [np.arange(3, 23, dtype=np.int32), np.array([4], dtype=np.int32)], [SamplingParams(max_tokens=2)])
     assert all(rows == sequences <= 2 for rows, _, sequences in shapes)
     assert len(shapes) < engine.stats.num_steps, "steps in the middle of a prompt sample nothing"
+
+
+@pytest.mark.parametrize("slots", [1, 5])
+def test_rows_that_begin_alike_answer_as_without_the_cache(loaded, slots):
+    """Float32, sampled and greedy, several samples of a row; what was cached is counted where it was."""
+    prompts = make_prompts(3, seed=4)
+    long = np.tile(prompts[0], 3)[:40]
+    prompts = [np.concatenate([long, p]) for p in prompts] + [long, long[:33], prompts[1]]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True),
+    ]
+    expected = answer(Engine(loaded, EngineConfig(disabled=frozenset({"prefix-cache"}))), prompts, params)
+    engine = Engine(loaded, EngineConfig(max_num_seqs=slots, order="file"))
+    answers = answer(engine, prompts, params)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+    assert [a.cached_tokens for a in expected] == [0] * 6
+    assert [a.cached_tokens for a in answers] == [0, 32, 32, 32, 32, 0]
+    assert engine.stats.num_cached_tokens == 128
+    assert engine.stats.num_prompt_tokens == sum(map(len, prompts))
 
 
 def test_statistics_add_up(loaded):

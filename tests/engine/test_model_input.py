@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from cbgen.engine.model_input import build_model_input
@@ -18,7 +19,7 @@ def test_arrays_equal_a_token_by_token_twin(seed):
         output = scheduler.schedule()
         built = build_model_input(output, scheduler.block_manager)
         _check(built, output, scheduler.block_manager)
-        scheduler.update(output, [rng.randrange(50, 60) for _ in built.sampling])
+        scheduler.update(output, np.array([rng.randrange(50, 60) for _ in built.sampling], dtype=np.int64))
 
 
 def _check(built, output, manager):
@@ -43,6 +44,6 @@ def _check(built, output, manager):
     ]
     assert len(set(addresses)) == len(addresses), "two tokens share a cache address"
     for row, sequence in enumerate(output.sequences):
-        held = manager.num_held(sequence.slot)
+        held = manager.num_held[sequence.slot]
         width = min(held, built.block_tables.shape[1])
         assert built.block_tables[row, :width].tolist() == manager.block_tables[sequence.slot, :width].tolist()

@@ -14,10 +14,14 @@ SMALL_POOL_BLOCKS = 8  # of 16 tokens: two or three rows fit, so that others are
 
 
 def _prompts(num_rows: int = 8) -> list[list[int]]:
-    """Ragged prompts: one token, shorter and longer than a window of 8, across block borders."""
+    """Ragged prompts: one token, shorter and longer than a window of 8, across block borders; the last two begin alike
+    for two blocks.
+    """
     rng = random.Random(1)
     lengths = [1, 2, 7, 9, 16, 17, 33, 40][:num_rows]
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    prompts[-1][:32] = prompts[-2][:32]
+    return prompts
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -33,11 +37,14 @@ def test_equals_generate_for_every_batch_shape(architecture, tmp_path):
         {"max_num_seqs": 4, "max_num_batched_tokens": 16},
         {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         {"max_num_seqs": 3, "batching": "static"},
+        {"max_num_seqs": 4, "order": "file", "disabled": frozenset({"prefix-cache", "prediction"})},
     ):
         found = parity.compare(expected, parity.generate(loaded, prompts, NUM_TOKENS, **engine))
         assert (found.wrong, found.num_ties) == ([], 0), engine
+        assert (parity.generate.cached_tokens > 0) == ("disabled" not in engine)
 
-    answers = parity.generate(loaded, prompts, NUM_TOKENS, max_num_seqs=8, max_model_len=80, kv_cache_memory=pool)
+    small = {"max_num_seqs": 8, "max_model_len": 80, "kv_cache_memory": pool, "disabled": frozenset({"prediction"})}
+    answers = parity.generate(loaded, prompts, NUM_TOKENS, **small)
     assert parity.generate.preemptions > 0
     found = parity.compare(expected, answers)
     assert (found.wrong, found.num_ties) == ([], 0), "small pool"

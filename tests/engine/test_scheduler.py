@@ -21,22 +21,24 @@ def make_sequence(index=0, num_prompt=1, num_output=1, **changes):
     )
 
 
-def make_scheduler(num_blocks=1000, block_size=4, max_num_seqs=4, budget=64, **changes):
+def make_scheduler(num_blocks=1000, block_size=4, max_num_seqs=4, budget=64, prefix_cache=False, **changes):
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * block_size, **changes
     )
-    return Scheduler(config, BlockManager(num_blocks, block_size, max_num_seqs, num_blocks * block_size))
+    length = num_blocks * block_size
+    return Scheduler(config, BlockManager(num_blocks, block_size, max_num_seqs, length, prefix_cache=prefix_cache))
+
+
+def sampled(output, token_id=7):
+    """The same token for each sequence that samples."""
+    return np.full(output.samples.sum(), token_id)
 
 
 def run_step(scheduler, token_id=7):
     """One step in which every sequence that is ready samples `token_id`."""
     output = scheduler.schedule()
     scheduler.block_manager.check_integrity()
-    ready = sum(
-        s.num_computed_tokens + n == s.num_tokens
-        for s, n in zip(output.sequences, output.num_scheduled_tokens, strict=True)
-    )
-    finished = scheduler.update(output, [token_id] * ready)
+    finished = scheduler.update(output, sampled(output, token_id))
     scheduler.check_integrity()
     return output, finished
 
@@ -109,7 +111,7 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode():
     run_step(scheduler)
     scheduler.add(make_sequence(1, 20, 1))
     steps = [run_step(scheduler)[0] for _ in range(3)]
-    assert [step.num_scheduled_tokens for step in steps] == [[1, 7], [1, 7], [1, 6]]
+    assert [step.num_scheduled_tokens.tolist() for step in steps] == [[1, 7], [1, 7], [1, 6]]
     assert all(step.num_decodes == 1 for step in steps)
 
 
@@ -126,7 +128,8 @@ def test_static_batching_decodes_nothing_until_every_prompt_is_read():
     scheduler.add(make_sequence(0, 3, 3))
     scheduler.add(make_sequence(1, 5, 3))
     steps = [run_step(scheduler)[0] for _ in range(3)]
-    assert [(step.num_decodes, step.num_scheduled_tokens) for step in steps] == [(0, [3, 1]), (0, [4]), (2, [1, 1])]
+    shapes = [(step.num_decodes, step.num_scheduled_tokens.tolist()) for step in steps]
+    assert shapes == [(0, [3, 1]), (0, [4]), (2, [1, 1])]
 
 
 def test_longest_first_admits_by_expected_length():
@@ -140,7 +143,7 @@ def test_longest_first_admits_by_expected_length():
 
 
 def test_out_of_blocks_preempts_the_row_admitted_last_and_computes_it_again():
-    scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2)
+    scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2, prediction=False)
     first, second = make_sequence(0, 2, 8), make_sequence(1, 2, 6)
     scheduler.add(first)
     scheduler.add(second)
@@ -191,7 +194,7 @@ def test_logits_that_are_not_finite_end_their_row_alone():
     scheduler = make_scheduler()
     scheduler.add(bad := make_sequence(0, 1, 3))
     scheduler.add(good := make_sequence(1, 1, 3))
-    finished = scheduler.update(scheduler.schedule(), [None, 7])
+    finished = scheduler.update(scheduler.schedule(), np.array([-1, 7]))
     assert (finished, bad.finish_reason, bad.output_token_ids) == ([bad], FinishReason.NAN_LOGITS, [])
     assert good.finish_reason is None
 
@@ -220,16 +223,18 @@ def test_the_parts_of_a_step_are_the_step():
         for part in parts:
             assert 0 < part.num_tokens <= most
             assert len({s.index for s in part.sequences}) == len(part.sequences)
-            assert part.num_scheduled_tokens[: part.num_decodes] == [1] * part.num_decodes
+            assert part.num_scheduled_tokens[: part.num_decodes].tolist() == [1] * part.num_decodes
             assert part.num_decodes == sum(s in output.sequences[: output.num_decodes] for s in part.sequences)
             for sequence, num_tokens in zip(part.sequences, part.num_scheduled_tokens, strict=True):
+                assert part.table.sequences[sequence.slot] is sequence
                 counts[sequence.index] += num_tokens
-        assert list(counts.values()) == output.num_scheduled_tokens
+        assert list(counts.values()) == output.num_scheduled_tokens.tolist()
         assert len(parts) == -(-output.num_tokens // most)
         first, second = output.halves()
         assert len(first.sequences) == len(output.sequences) // 2
         assert first.sequences + second.sequences == output.sequences
-        assert first.num_scheduled_tokens + second.num_scheduled_tokens == output.num_scheduled_tokens
+        counts = [*first.num_scheduled_tokens, *second.num_scheduled_tokens]
+        assert counts == output.num_scheduled_tokens.tolist()
         assert first.num_decodes + second.num_decodes == output.num_decodes
         assert first.num_decodes <= len(first.sequences)
 
@@ -247,11 +252,7 @@ def test_a_step_run_in_parts_leaves_the_books_as_one_run_whole():
             _, finished = run_step(whole)
             ended = []
             for part in parted.schedule().cut(rng.randint(1, 9)):
-                ready = [
-                    s.num_computed_tokens + n == s.num_tokens
-                    for s, n in zip(part.sequences, part.num_scheduled_tokens, strict=True)
-                ]
-                ended += parted.update(part, [7] * sum(ready))
+                ended += parted.update(part, sampled(part))
             parted.check_integrity()
             assert [s.index for s in ended] == [s.index for s in finished]
         assert not parted.has_unfinished
@@ -267,7 +268,7 @@ def test_a_row_ends_with_all_its_samples_running_or_waiting():
     scheduler.check_integrity()
     assert [s.finish_reason for s in rows] == [None, *[FinishReason.OUT_OF_MEMORY] * 3, None]
     assert output.unfinished().sequences == [rows[0]]
-    scheduler.update(output.unfinished(), [7])
+    scheduler.update(output.unfinished(), np.array([7]))
     while scheduler.has_unfinished:
         run_step(scheduler)
     assert scheduler.block_manager.num_free_blocks == 1000
