@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbgen.data.detokenizer import Detokenizer, StopStringMatcher, is_tokenizer_error
-from cbgen.data.feed import PromptFeed
+from cbgen.data.feed import PromptFeed, memory_of
 from cbgen.engine.waiting import ROWS_PER_SLOT
 from cbgen.errors import RowError, RowFailure
 from cbgen.output.formats import RecordFormat
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cbgen.engine.engine import Engine
 
 _GATHERING_SECONDS = 0.05
+_MOST_BYTES = 64 << 20  # of rows in flight, beyond those that the slots need
 _MOST_STRAIGHT = 256  # rows without work for the engine that are taken in one go
 _ENGINE_ERRORS = {
     "nan_logits": "the model's logits for this row are NaN or infinite; try --dtype float32, or look at the prompt",
@@ -50,6 +51,7 @@ class _InFlight:
     prompt: Prompt
     matchers: list[StopStringMatcher | None]
     samples: list[Sample | None]
+    num_bytes: int
     num_tokens: int = 0
     num_cached_tokens: int = 0
 
@@ -87,6 +89,7 @@ class Job:
         self._format = record_format
         self._window = ROWS_PER_SLOT * serving.engine.limits.max_num_seqs
         self._in_flight: dict[int, _InFlight] = {}
+        self._num_bytes = 0  # of the rows in it
         self._gathers_until: float | None = None  # from the first row on
 
     def admit(self, feed: PromptFeed) -> None:
@@ -96,7 +99,7 @@ class Job:
         ended by it: a million of them in succession must neither pile up in memory nor keep the run from its rules.
         """
         num_straight = 0
-        while self.engine.wants_more and num_straight < _MOST_STRAIGHT:
+        while self._wants_more() and num_straight < _MOST_STRAIGHT:
             item = feed.peek(wait=not self.engine.has_unfinished or self._is_gathering())
             if item is None:
                 return
@@ -113,6 +116,11 @@ class Job:
                 self._put(row, row.error)
                 num_straight += _MOST_STRAIGHT if self.stops_at_errors else 1
 
+    def _wants_more(self) -> bool:
+        """Whether the engine does; large rows are held only as far as its slots need them."""
+        engine = self.engine
+        return engine.wants_more and (self._num_bytes < _MOST_BYTES or engine.num_waiting < engine.limits.max_num_seqs)
+
     def _is_gathering(self) -> bool:
         """Whether the first rows are still young: with a few more there is something to choose from for the slots."""
         now = time.monotonic()
@@ -123,7 +131,9 @@ class Job:
     def _add(self, prompt: Prompt) -> None:
         row, params, special_ids = prompt.row, prompt.params, self._special_token_ids
         matchers = [self._matcher(prompt) for _ in range(params.n)]
-        self._in_flight[row.index] = _InFlight(prompt, matchers, [None] * params.n)
+        size = memory_of(row.columns)
+        self._num_bytes += size
+        self._in_flight[row.index] = _InFlight(prompt, matchers, [None] * params.n, size)
         self.num_prompt_tokens += len(prompt.token_ids)
         stops = (special_ids[stop] for stop in params.stop if stop in special_ids)
         # A tokenizer may know more tokens than the model can ever choose.
@@ -174,6 +184,7 @@ class Job:
             outcome = failure.error
         if outcome is not None:
             del self._in_flight[generation.index]
+            self._num_bytes -= state.num_bytes
             self._put(state.prompt.row, outcome)
 
     def _sample(self, state: _InFlight, generation: Generation) -> Sample:

@@ -3,8 +3,8 @@
 Jobs on a small model with known answers, one kind of output after the other. Each run of a job suffers one mishap and
 the next run goes on, until the output is finished; then it is compared with that of a run to which nothing happened:
 JSONL byte by byte, everything else row by row, in order; only `usage.cached_tokens` may differ. Rows whose flush had
-returned may never be generated again;
-after a power cut, those whose commit had returned. Prints one table; exits with 1 on any difference.
+returned may never be generated again; after a power cut, those whose commit had returned. Prints one table; exits with
+1 on any difference.
 
 Processes are forks of this one, which has imported everything; some are real `python -m tests.crash_driver`.
 """

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen import cli
-from cbgen.config import ErrorAllowance, OutputConfig, ReportConfig, RunConfig, StopConfig
+from cbgen.config import EngineConfig, ErrorAllowance, OutputConfig, ReportConfig, RunConfig, StopConfig
 from cbgen.errors import CbgenError, RefusedError, Stopped
 from cbgen.options import Duration, GroupedOption
 from cbgen.params import PARAM_NAMES
@@ -255,6 +255,7 @@ def test_options_reach_the_config(configs):
     run(*shlex.split("--max-time 1h --max-output-tokens 9 --grace 2 --fail-on-error 1%"))
     run(*shlex.split("--progress none --progress-interval 2m --json --github --verify"))
     run(*shlex.split("--retry-errors --n 3 --no-github --fail-fast --fail-on-error 3 --keep"), "")
+    run(*shlex.split("--order longest --disable prefix-cache,prediction --disable native"))
     assert configs[0].output == OutputConfig(
         path="out.jsonl", format="parquet", rows_per_part=5, state_dir="s", keep=("a", "b", "c"), append_message=True,
         source=True,
@@ -266,6 +267,9 @@ def test_options_reach_the_config(configs):
     assert configs[2].verify
     assert (configs[3].output.retry_errors, configs[3].output.keep, configs[3].sampling) == (True, (), {"n": 3})
     assert configs[3].report.github is False
+    assert configs[4].engine == EngineConfig(
+        order="longest", disabled=frozenset({"native", "prefix-cache", "prediction"})
+    )
     assert configs[3].stop == StopConfig(fail_fast=True, fail_on_error=ErrorAllowance(3))
 
 
@@ -277,6 +281,7 @@ def test_defaults_of_the_command_line_are_those_of_the_config(configs):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ("--disable fusion,prefix", "--disable prefix: no such optimization; there are native, fusion, "),
         ("--resume --overwrite", "exclude each other"),
         ("--retry-errors --overwrite", "exclude each other"),
         ("--verify --overwrite", "exclude each other"),

@@ -43,6 +43,29 @@ def test_rows_come_back_in_order_with_text_reason_and_usage(tmp_path, chain_mode
     }
 
 
+def test_orders_and_what_is_switched_off_change_no_record(tmp_path, chain_model):
+    """Of a record only `cached_tokens` may differ; and it adds up to what the summary says."""
+    begin = "what most rows begin with, "
+    rows = [
+        {"prompt": f"{begin if i % 4 else ''}{i} {'1235d~'[i % 6]}", "sampling_params": {"max_tokens": 1 + i % 11}}
+        for i in range(120)
+    ]
+    arguments = ("--max-num-seqs", "4", "--temperature", "0.5")
+    outputs, cached = [], []
+    without = ["--order", "file", "--disable", "prefix-cache,prediction"]
+    for number, choice in enumerate((without, ["--order", "longest"], [])):
+        name = f"{number}.jsonl"
+        _, records = run(tmp_path, chain_model, rows, *arguments, *choice, name=name)
+        cached.append(sum(record["usage"].pop("cached_tokens") for record in records))
+        outputs.append(records)
+        found = summary(tmp_path, name)
+        failed = sum(16 for r in records if r["error"] and r["prompt"].startswith(begin))  # error records hold zeros
+        assert cached[-1] <= found["cached_prompt_tokens"] <= cached[-1] + failed
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 16 * 60
+
+
 def test_bad_rows_are_error_records_in_their_place(tmp_path, chain_model, capsys):
     rows = [
         {"prompt": "say 1"},

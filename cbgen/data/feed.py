@@ -103,7 +103,7 @@ def _next_rows(rows: Iterator[Row], max_rows: int) -> tuple[list[Row], BaseExcep
     try:
         for row in rows:
             batch.append(row)
-            num_bytes += _num_bytes(row.columns)
+            num_bytes += memory_of(row.columns)
             if len(batch) == max_rows or num_bytes >= _BATCH_BYTES:
                 break
     except BaseException as error:
@@ -111,13 +111,13 @@ def _next_rows(rows: Iterator[Row], max_rows: int) -> tuple[list[Row], BaseExcep
     return batch, None
 
 
-def _num_bytes(value: Any) -> int:
+def memory_of(value: Any) -> int:
     """About what a value takes in memory."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_num_bytes, value.values()))
+        return sum(map(memory_of, value.values()))
     if isinstance(value, list):
         # Numbers come in long lists, and a look at each would cost more than it tells.
-        return 8 * len(value) if value and isinstance(value[0], int | float) else sum(map(_num_bytes, value))
+        return 8 * len(value) if value and isinstance(value[0], int | float) else sum(map(memory_of, value))
     return 8

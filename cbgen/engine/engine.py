@@ -28,7 +28,7 @@ from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from cbgen.engine.sequence import FinishReason, Sequence
-from cbgen.engine.waiting import ROWS_PER_SLOT
+from cbgen.engine.waiting import ROWS_PER_SLOT, Order
 from cbgen.errors import CbgenError
 from cbgen.params import SamplingParams
 from cbgen.records import EngineStats, Generation
@@ -51,6 +51,8 @@ class Engine:
         self.more_is_coming = False
         self._loaded = loaded
         self._config = config
+        # The baseline is what static batching is elsewhere: batches in the order of the file.
+        self._order: Order = "file" if config.batching == "static" and config.order == "auto" else config.order
         limits = self.limits
         self._blocks = BlockManager(
             limits.num_blocks,
@@ -64,7 +66,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             batching=config.batching,
-            order=config.order,
+            order=self._order,
             prediction="prediction" not in config.disabled,
         )
         self._scheduler = Scheduler(scheduler_config, self._blocks)
@@ -113,8 +115,8 @@ class Engine:
         limits = self.limits
         return {
             "batching": self._config.batching,
-            "order": self._config.order,
-            "disabled": sorted(self._config.disabled),
+            "order": self._order,
+            "prefix_cache": self._blocks.has_prefix_cache,
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
             "device": str(self._loaded.device),
             "operators": self._loaded.operators.name,
@@ -241,7 +243,7 @@ class Engine:
                 stats.num_out_of_memory += 1
                 self._runner.release_memory()  # here, where the exception and the tensors in its frames are gone
             return failure
-        for sequence in self._scheduler.update(part, _as_array(token_ids)):
+        for sequence in self._scheduler.update(part, token_ids):
             ended.append(_generation(sequence))
             if sequence.params.n > 1 and sequence.finish_reason is FinishReason.NAN_LOGITS:
                 self._scheduler.end_row(sequence.index, FinishReason.NAN_LOGITS)
@@ -274,8 +276,3 @@ def _generation(sequence: Sequence) -> Generation:
         sequence.sample,
         cached_tokens=sequence.num_cached_tokens,
     )
-
-
-def _as_array(token_ids: list[int | None]) -> npt.NDArray[np.int64]:
-    """[S] with -1 for None."""
-    return np.array([-1 if token_id is None else token_id for token_id in token_ids], dtype=np.int64)

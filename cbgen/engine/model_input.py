@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.sampling_input import SamplingInput
 from cbgen.engine.scheduler import SchedulerOutput
 from cbgen.engine.sequence import Sequence
 
@@ -35,7 +36,7 @@ class ModelInput:
         block_tables: [B, max blocks in use]; entries past a sequence's own are stale.
         num_decodes: the first that many sequences have exactly one token.
         logits_indices: [S] packed positions whose logits are wanted.
-        sampling: [S] the sequences that sample, in the order of `logits_indices`.
+        sampling: [S] the sequences that sample, in the order of `logits_indices`; sampling_input: their parameters.
     """
 
     input_ids: Int64Array
@@ -47,6 +48,7 @@ class ModelInput:
     num_decodes: int
     logits_indices: Int64Array
     sampling: list[Sequence]
+    sampling_input: SamplingInput
 
     @property
     def num_tokens(self) -> int:
@@ -77,4 +79,5 @@ def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> M
         num_decodes=output.num_decodes,
         logits_indices=cu_seqlens_q[1:][samples] - 1,
         sampling=[output.sequences[i] for i in samples],
+        sampling_input=SamplingInput.from_table(table, slots[samples]),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
@@ -12,7 +14,6 @@ from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import ModelInput
 from cbgen.engine.operators.backend import PagedBackend
 from cbgen.engine.sampler import Sampler
-from cbgen.engine.sampling_input import SamplingInput
 
 
 class ModelRunner:
@@ -24,11 +25,11 @@ class ModelRunner:
         self.operators = loaded.operators
         self.sampler = Sampler(self.operators)
 
-    def run(self, model_input: ModelInput) -> list[int | None]:
+    def run(self, model_input: ModelInput) -> npt.NDArray[np.int64]:
         """Compute one step.
 
         Returns:
-            [S] a token id for each of `model_input.sampling`; None where the logits were not finite.
+            [S] a token id for each of `model_input.sampling`; -1 where the logits were not finite.
         """
         loaded = self.loaded
         metadata = AttentionMetadata.from_model_input(model_input, loaded.device)
@@ -41,10 +42,9 @@ class ModelRunner:
             context,
         )
         if not model_input.sampling:
-            return []
+            return np.zeros(0, dtype=np.int64)
         with torch.inference_mode():
-            token_ids = self.sampler.sample(logits, SamplingInput.from_sequences(model_input.sampling))
-        return [None if token_id < 0 else token_id for token_id in token_ids.tolist()]
+            return self.sampler.sample(logits, model_input.sampling_input)
 
     def release_memory(self) -> None:
         """After a failed step: give back what it allocated, so that a smaller one has the room."""

@@ -12,6 +12,7 @@ a clock; `BlockManager` counts who holds what.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
-        self._idle: dict[int, None] = {}  # in order of last use
-        self._idle_wanted: dict[int, None] = {}  # the same, of prefixes that waiting rows begin with
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in order of last use
+        self._idle_wanted: OrderedDict[int, None] = OrderedDict()  # the same, of prefixes that waiting rows begin with
         self._wanted: dict[bytes, int] = {}  # how many waiting rows
         self._promised: dict[bytes, int] = {}  # the slot that is about to compute it
 
@@ -100,9 +101,7 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Give up an idle block and return it."""
-        idle = self._idle or self._idle_wanted
-        block = next(iter(idle))
-        del idle[block]
+        block, _ = (self._idle or self._idle_wanted).popitem(last=False)
         self.forget(block)
         return block
 
@@ -126,7 +125,7 @@ class PrefixCache:
                 del self._wanted[block_hash]
                 self._move(block_hash, self._idle_wanted, self._idle)
 
-    def _move(self, block_hash: bytes, source: dict[int, None], target: dict[int, None]) -> None:
+    def _move(self, block_hash: bytes, source: OrderedDict[int, None], target: OrderedDict[int, None]) -> None:
         block = self._blocks.get(block_hash)
         if block is not None and block in source:
             del source[block]

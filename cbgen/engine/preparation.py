@@ -22,6 +22,7 @@ from cbgen.engine.model_input import ModelInput
 from cbgen.engine.operators.backend import PagedBackend
 from cbgen.engine.operators.choice import choose_operators
 from cbgen.engine.operators.native import NativeOperators
+from cbgen.engine.sampling_input import SamplingInput
 from cbgen.errors import CbgenError
 
 _PROBE_LENGTHS = (6, 5)  # tokens of the two sequences the model runs on
@@ -89,6 +90,7 @@ class _Probe:
             num_decodes=0,
             logits_indices=starts[1:] - 1,
             sampling=[],
+            sampling_input=SamplingInput.from_sequences([]),
         )
         self._input_ids = torch.from_numpy(model_input.input_ids)
         self._positions = torch.from_numpy(positions)

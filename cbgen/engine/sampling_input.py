@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cbgen.engine.sequence import Sequence
+from cbgen.engine.sequence import Sequence, SequenceTable
 
 _LARGEST_INT32 = 2**31 - 1
 
@@ -50,6 +50,23 @@ class SamplingInput:
             min_p=np.array([p.min_p for p in params], dtype=np.float32),
             random_words=np.array(words, dtype=np.uint64).reshape(len(sequences), 4),
             special=[(row, sequence) for row, sequence in enumerate(sequences) if is_special(sequence)],
+        )
+
+    @classmethod
+    def from_table(cls, table: SequenceTable, slots: npt.NDArray[np.int64]) -> SamplingInput:
+        """The same of sequences that are in a slot, without a loop over them."""
+        num_tokens = table.num_tokens[slots]
+        random_words = table.random_words[slots]
+        random_words[:, 3] = num_tokens - table.num_prompt_tokens[slots]
+        may_be_special = table.is_edited[slots] | (num_tokens < table.min_total_tokens[slots])
+        special = [(row, table.sequences[slots[row]]) for row in np.flatnonzero(may_be_special).tolist()]
+        return cls(
+            temperature=table.temperature[slots],
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            random_words=random_words,
+            special=[(row, s) for row, s in special if s is not None and is_special(s)],
         )
 
     def __len__(self) -> int:

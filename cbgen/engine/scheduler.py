@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cbgen.engine.block_manager import BlockManager, Prefix
 from cbgen.engine.prediction import LengthPredictor
-from cbgen.engine.sequence import FinishReason, Sequence, SequenceTable
+from cbgen.engine.sequence import FinishReason, Sequence, SequenceTable, TokenIds
 from cbgen.engine.waiting import Order, WaitingQueue
 
 Int64Array = npt.NDArray[np.int64]
@@ -145,6 +145,8 @@ class Scheduler:
         self._predictor = LengthPredictor()
         self._sorted_at = self._predictor.version
         self._waiting = WaitingQueue(config.order, config.max_num_seqs, self._predictor.expected_output)
+        self._last_prompt: TokenIds | None = None
+        self._last_hashes: list[bytes] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest slot is refilled first
 
     @property
@@ -181,7 +183,10 @@ class Scheduler:
         if longest > self.config.max_model_len or blocks.blocks_for(longest) > blocks.num_blocks:
             sequence.finish_reason = FinishReason.KV_NEVER_FITS
             return False
-        sequence.block_hashes = blocks.hashes(sequence.prompt_token_ids)
+        if sequence.prompt_token_ids is not self._last_prompt:  # the samples of a row share their prompt
+            self._last_prompt = sequence.prompt_token_ids
+            self._last_hashes = blocks.hashes(sequence.prompt_token_ids)
+        sequence.block_hashes = self._last_hashes
         blocks.want(sequence.block_hashes)
         self._waiting.add(sequence)
         return True

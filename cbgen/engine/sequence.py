@@ -23,6 +23,7 @@ from cbgen.params import SamplingParams
 TokenIds = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+_LARGEST_INT32 = 2**31 - 1
 _FEW_STOPS = 16  # rows with more stop ids than this look theirs up in a set
 
 
@@ -132,6 +133,8 @@ class SequenceTable:
         likely_total_tokens: [N] int64, the length that memory is reserved for.
         min_total_tokens: [N] int64, stop ids count only in sequences longer than this.
         stop_token_ids: [N, most of any sequence] int64, padded with -1.
+        temperature, top_k, top_p, min_p, random_words: [N], [N, 4] as in `SamplingInput`, the position apart.
+        is_edited: [N] bool, the logits of each new token are edited (repetition penalty, biases).
         is_watched: [N] bool, each new token needs a look of its own (text stops, very many stop ids).
     """
 
@@ -141,7 +144,10 @@ class SequenceTable:
         self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = _columns(max_num_seqs, 3)
         self.max_total_tokens, self.likely_total_tokens, self.min_total_tokens = _columns(max_num_seqs, 3)
         self.stop_token_ids: Int64Array = np.full((max_num_seqs, 1), -1, dtype=np.int64)
-        self.is_watched: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.temperature, self.top_p, self.min_p = (np.zeros(max_num_seqs, dtype=np.float32) for _ in range(3))
+        self.top_k: npt.NDArray[np.int32] = np.zeros(max_num_seqs, dtype=np.int32)
+        self.random_words: npt.NDArray[np.uint64] = np.zeros((max_num_seqs, 4), dtype=np.uint64)
+        self.is_edited, self.is_watched = (np.zeros(max_num_seqs, dtype=np.bool_) for _ in range(2))
 
     def enter(self, slot: int, sequence: Sequence, num_computed_tokens: int, likely_total_tokens: int) -> None:
         """Move a sequence into an empty slot."""
@@ -162,8 +168,18 @@ class SequenceTable:
         self.stop_token_ids[slot] = -1
         self.stop_token_ids[slot, : len(stops)] = stops
         self.is_watched[slot] = sequence.stop_on_text is not None or len(sequence.stop_token_ids) > _FEW_STOPS
+        self._enter_sampling(slot, sequence)
         self.sequences[slot] = sequence
         sequence.slot, sequence._table = slot, self
+
+    def _enter_sampling(self, slot: int, sequence: Sequence) -> None:
+        params = sequence.params
+        self.temperature[slot] = 0 if params.is_greedy else params.temperature
+        self.top_k[slot] = min(params.top_k, _LARGEST_INT32)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.random_words[slot, :3] = sequence.random_stream
+        self.is_edited[slot] = params.repetition_penalty != 1 or bool(params.logit_bias)
 
     def leave(self, slot: int) -> Sequence:
         """Empty a slot; the sequence takes its output along."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -58,7 +59,7 @@ class WaitingQueue:
         self._oldest = _OLDEST_PER_SLOT * max_num_seqs
         self._expected_output = expected_output
         self._num_arrived = 0
-        self._entries: dict[int, Waiting] = {}  # by arrival, those of groups
+        self._entries: OrderedDict[int, Waiting] = OrderedDict()  # by arrival, those of groups
         self._preempted: list[Waiting] = []  # in order of arrival
         self._groups: list[_Group] = []  # in order
         self._group_of: dict[bytes, _Group] = {}

@@ -1,7 +1,8 @@
-"""Host time of one step at 256 running sequences: schedule, build input, update: `make bench-host`.
+"""Host time of one step at 256 running sequences: schedule, build input, draw, update: `make bench-host`.
 
 No model runs; every sequence is in decode with a context of 200 to 2,000 tokens, and one in 200 ends per step and is
-replaced, as in a real run.
+replaced, as in a real run. The prefix cache, the look-ahead window and predictions are at work; half of the rows are
+sampled, the others greedy, unless `--greedy` is given.
 """
 
 import argparse
@@ -14,19 +15,22 @@ import numpy as np
 
 from cbgen.engine.block_manager import BlockManager
 from cbgen.engine.model_input import build_model_input
+from cbgen.engine.sampling_input import uniforms
 from cbgen.engine.scheduler import Scheduler, SchedulerConfig
 from cbgen.engine.sequence import Sequence
+from cbgen.engine.waiting import ROWS_PER_SLOT
 from cbgen.params import SamplingParams
 
 
-def make_sequence(index: int, rng: random.Random) -> Sequence:
+def make_sequence(index: int, rng: random.Random, temperature: float) -> Sequence:
     num_prompt, num_output = rng.randint(100, 1800), rng.randint(50, 350)
     return Sequence(
         index=index,
-        prompt_token_ids=np.arange(num_prompt, dtype=np.int32),
-        params=SamplingParams(max_tokens=num_output),
+        prompt_token_ids=np.arange(index, index + num_prompt, dtype=np.int32),
+        params=SamplingParams(max_tokens=num_output, temperature=temperature),
         max_total_tokens=num_prompt + num_output,
-        stop_token_ids=frozenset({2}),
+        stop_token_ids=frozenset({2, 3}),
+        random_stream=(0, index + 1, 0),
     )
 
 
@@ -34,27 +38,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--greedy", action="store_true")
     options = parser.parse_args()
     rng = random.Random(0)
-    config = SchedulerConfig(max_num_seqs=options.seqs, max_num_batched_tokens=4096, max_model_len=4096)
-    blocks = BlockManager(options.seqs * 256, 16, options.seqs, 4096)
+    config = SchedulerConfig(max_num_seqs=options.seqs, max_num_batched_tokens=4096, max_model_len=4096, order="auto")
+    blocks = BlockManager(options.seqs * 256, 16, options.seqs, 4096, prefix_cache=True)
     scheduler = Scheduler(config, blocks)
-    times: dict[str, list[float]] = {"schedule": [], "build input": [], "update": [], "together": []}
+    times: dict[str, list[float]] = {"schedule": [], "build input": [], "draw": [], "update": [], "together": []}
     index = num_decodes = 0
     for step in range(options.steps):
-        while scheduler.num_waiting < options.seqs:
-            scheduler.add(make_sequence(index, rng))
+        while scheduler.num_waiting < ROWS_PER_SLOT * options.seqs:
+            scheduler.add(make_sequence(index, rng, 0.0 if options.greedy or index % 2 else 1.0))
             index += 1
         started = time.perf_counter()
         output = scheduler.schedule()
         scheduled = time.perf_counter()
         model_input = build_model_input(output, blocks)
         built = time.perf_counter()
-        scheduler.update(output, [7] * len(model_input.sampling))
+        uniforms(model_input.sampling_input.random_words)
+        drawn = time.perf_counter()
+        scheduler.update(output, np.full(len(model_input.sampling), 7))
         updated = time.perf_counter()
         if step > options.steps // 3:  # the first steps fill the slots
             num_decodes += output.num_decodes
-            phases = (scheduled - started, built - scheduled, updated - built, updated - started)
+            phases = (scheduled - started, built - scheduled, drawn - built, updated - drawn, updated - started)
             for values, seconds in zip(times.values(), phases, strict=True):
                 values.append(seconds * 1000)
     sys.stdout.write(f"{num_decodes / max(len(times['together']), 1):.1f} decodes a step on average\n")

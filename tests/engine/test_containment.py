@@ -296,7 +296,7 @@ def test_samples_of_one_bad_row_count_as_one(loaded, slots):
 
 def test_samples_of_a_row_of_nan_end_with_it(loaded):
     engine = Engine(loaded, EngineConfig(max_num_seqs=2))
-    engine._runner.run = lambda m: [None if s.index == 0 and s.output_token_ids else 5 for s in m.sampling]
+    engine._runner.run = lambda m: np.array([-1 if s.index == 0 and s.output_token_ids else 5 for s in m.sampling])
     params = SamplingParams(n=4, max_tokens=3, ignore_eos=True)
     answers = answer(engine, make_prompts(2), params, max_steps=12)
     assert answers[0][0].finish_reason == "nan_logits"
@@ -327,7 +327,7 @@ def test_memory_of_a_failed_step_is_free_before_the_next_try(loaded):
         held.append(weakref.ref(tensor))
         if len(held) < 4:
             raise MemoryError
-        return [5] * len(model_input.sampling)
+        return np.full(len(model_input.sampling), 5)
 
     engine._runner.run = run
     answer(engine, make_prompts(4), SamplingParams(max_tokens=1))
