@@ -28,7 +28,7 @@ SPELLINGS = {
     for spelling in param.spellings
 }
 A_VALUE = {
-    "format": "parquet", "dtype": "float32", "on_too_long": "error", "batching": "static", "order": "file",
+    "format": "parquet", "dtype": "float32", "on_too_long": "error", "batching": "static", "order": "longest",
     "disable": "prediction", "progress": "bar",
     "chat_template_kwargs": "{}", "logit_bias": "{}", "fail_on_error": "0.1",
     **dict.fromkeys(
