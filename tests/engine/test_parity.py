@@ -41,7 +41,8 @@ def test_equals_generate_for_every_batch_shape(architecture, tmp_path):
     ):
         found = parity.compare(expected, parity.generate(loaded, prompts, NUM_TOKENS, **engine))
         assert (found.wrong, found.num_ties) == ([], 0), engine
-        assert (parity.generate.cached_tokens > 0) == ("disabled" not in engine)
+        # The rows that begin alike are in one static batch, where none waits for the other.
+        assert (parity.generate.cached_tokens > 0) == ("disabled" not in engine and "batching" not in engine)
 
     small = {"max_num_seqs": 8, "max_model_len": 80, "kv_cache_memory": pool, "disabled": frozenset({"prediction"})}
     answers = parity.generate(loaded, prompts, NUM_TOKENS, **small)
