@@ -502,7 +502,7 @@ def _complain(message: str) -> None:
 def _redacted(text: str) -> str:
     if not any(mark in text for mark in _MARKS_OF_SECRETS):
         return text
-    from cbgen.data.files import redact  # only then: it is slow to import
+    from cbgen.data.addresses import redact
 
     return redact(text)
 

@@ -26,8 +26,8 @@ import orjson
 from cbgen import __version__
 from cbgen.collection import no_collection, set_apart
 from cbgen.config import RunConfig
+from cbgen.data.addresses import redact
 from cbgen.data.feed import PromptFeed
-from cbgen.data.files import redact
 from cbgen.data.prompts import PromptBuilder, check_first_rows
 from cbgen.data.readers import input_fraction, read_rows
 from cbgen.engine.model_files import ModelFiles, is_converted

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cbgen.config import RunConfig
-from cbgen.data.files import redact
+from cbgen.data.addresses import redact
 from cbgen.data.openai import is_batch_line
 from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs, read_rows

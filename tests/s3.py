@@ -79,7 +79,7 @@ class _QuietHandler(WSGIRequestHandler):
 @contextmanager
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A running server with an empty bucket; the environment points there."""
-    from cbgen.data import files
+    from cbgen.data import filesystems
 
     server = Server()
     running = make_server(
@@ -97,8 +97,8 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setattr(files, "_SDK_TRIES", 1)  # only our own tries are counted, and waited for
-    files._s3.cache_clear()
+    monkeypatch.setattr(filesystems, "_SDK_TRIES", 1)  # only our own tries are counted, and waited for
+    filesystems._s3.cache_clear()
     filesystem = fs.S3FileSystem(
         endpoint_override=server.url.removeprefix("http://"), scheme="http", allow_bucket_creation=True
     )
@@ -110,4 +110,4 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         running.shutdown()
         thread.join()
         running.server_close()
-        files._s3.cache_clear()
+        filesystems._s3.cache_clear()

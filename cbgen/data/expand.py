@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from cbgen.data import files
+from cbgen.data import addresses, files
 from cbgen.errors import InputError
 
 STDIN = "-"
@@ -56,7 +56,7 @@ def expand_inputs(paths: tuple[str, ...], exclude: tuple[str, ...] = ()) -> list
     found = [file for path in paths for file in _expand(path, _Excluded(exclude))]
     labels = [file.label for file in found]
     return [
-        NamedFile(file.path, files.redact(file.path), file.size) if _is_shared(file, found, labels) else file
+        NamedFile(file.path, addresses.redact(file.path), file.size) if _is_shared(file, found, labels) else file
         for file in found
     ]
 
@@ -72,8 +72,8 @@ def _expand(path: str, excluded: _Excluded) -> list[NamedFile]:
     if path == STDIN:
         return [NamedFile(path, "stdin")]
     if path.startswith("file://"):
-        path = str(files.local_path(path))
-    if files.is_uri(path):
+        path = str(addresses.local_path(path))
+    if addresses.is_uri(path):
         return _expand_uri(path, excluded)
     if os.path.isdir(path):
         return _in_directory(path, excluded)
@@ -84,7 +84,7 @@ def _expand(path: str, excluded: _Excluded) -> list[NamedFile]:
 
 def _expand_uri(uri: str, excluded: _Excluded) -> list[NamedFile]:
     if uri.startswith(("http://", "https://")):
-        return [NamedFile(uri, files.base_name(uri) or files.redact(uri))]
+        return [NamedFile(uri, addresses.base_name(uri) or addresses.redact(uri))]
     path = uri.partition("?")[0]
     entry = None if path.count("/") < 3 and _MAGIC_IN_URI.search(path) else files.find_entry(uri)
     if entry is not None and entry.is_directory:
@@ -93,14 +93,14 @@ def _expand_uri(uri: str, excluded: _Excluded) -> list[NamedFile]:
         return [NamedFile(uri, entry.name, entry.size)]
     if _MAGIC_IN_URI.search(path):
         return _matching(uri, _MAGIC_IN_URI, excluded)
-    raise InputError(f"cannot read {files.redact(uri)}: No such file or directory")
+    raise InputError(f"cannot read {addresses.redact(uri)}: No such file or directory")
 
 
 def _in_directory(directory: str, excluded: _Excluded) -> list[NamedFile]:
     everything = list(_walk(directory, (), excluded))
     taken = _data_files(everything)
     if not taken:
-        shown = files.redact(directory)
+        shown = addresses.redact(directory)
         if not everything:
             raise InputError(f"directory {shown} has no data files in it; name a file or another directory")
         example = everything[0].parts[-1]
@@ -121,7 +121,8 @@ def _matching(pattern: str, magic: re.Pattern[str], excluded: _Excluded) -> list
         taken = _data_files(taken)
     if not taken:
         raise InputError(
-            f"no file matches {files.redact(pattern)}; check the pattern (names that begin with `_` or `.` are skipped)"
+            f"no file matches {addresses.redact(pattern)}; check the pattern (names that begin with `_` or `.` are "
+            "skipped)"
         )
     return _in_order(list({found.entry.path: found for found in taken}.values()))
 
@@ -135,7 +136,7 @@ def _data_files(everything: list[_Found]) -> list[_Found]:
     """
     unread = next((found for found in everything if _UNREAD.search(found.entry.name)), None)
     if unread is not None:
-        shown = files.redact(unread.entry.path)
+        shown = addresses.redact(unread.entry.path)
         raise InputError(f"{shown} is compressed in a way that is not read here; decompress it or move it away")
     arrow = [found for found in everything if found.entry.name.endswith(_ARROW)]
     beside_arrow = {found.parts[:-1] for found in arrow}
@@ -148,8 +149,8 @@ def _data_files(everything: list[_Found]) -> list[_Found]:
     ]
     if arrow and not taken:
         raise InputError(
-            f"{files.redact(arrow[0].entry.path)} is an Arrow file, and there are no others to read; export them to "
-            "Parquet, for example with `datasets.load_from_disk(...).to_parquet(...)`"
+            f"{addresses.redact(arrow[0].entry.path)} is an Arrow file, and there are no others to read; export them "
+            "to Parquet, for example with `datasets.load_from_disk(...).to_parquet(...)`"
         )
     return taken
 
@@ -157,7 +158,7 @@ def _data_files(everything: list[_Found]) -> list[_Found]:
 def _cut_pattern(pattern: str, magic: re.Pattern[str]) -> tuple[str, tuple[str, ...], str]:
     """The directory before the first wildcard, the pattern's parts below it, and a URI's options."""
     options = ""
-    if files.is_uri(pattern):
+    if addresses.is_uri(pattern):
         pattern, mark, rest = pattern.partition("?")
         options = mark + rest
     position = magic.search(pattern)
@@ -193,8 +194,8 @@ class _Excluded:
 
 def _real(path: str) -> str:
     if path.startswith("file://"):
-        path = str(files.local_path(path))
-    return path.partition("?")[0].rstrip("/") if files.is_uri(path) else os.path.realpath(path)
+        path = str(addresses.local_path(path))
+    return path.partition("?")[0].rstrip("/") if addresses.is_uri(path) else os.path.realpath(path)
 
 
 def _is_litter(entry: files.Entry) -> bool:

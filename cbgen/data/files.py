@@ -1,56 +1,31 @@
-"""Files wherever they are: local paths, and URIs of object stores and of the Hugging Face hub, through pyarrow.fs.
+"""Files wherever they are: on this machine, in object stores and on the Hugging Face hub.
 
-Enters: a path or a URI (`s3://bucket/key`, `gs://`, `abfs://`, `az://`, `hf://`, `https://`, `file://`). Leaves: a
-filesystem, entries of a directory, a file read in large ranges, or a local file published as one object. Requests that
-fail in passing are tried again; what fails for good says so in one sentence that never holds a credential.
+Enters: a path or a URI. Leaves: entries of a directory, a file read in large ranges, or a local file published as one
+object, whole or not at all.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import io
 import os
-import random
-import re
 import shutil
 import stat
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import SplitResult, parse_qs, quote, unquote, urlencode, urlsplit, urlunsplit
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs
 
+from cbgen.data.addresses import base_name, child_path, is_uri, local_path, redact
+from cbgen.data.filesystems import Result, Sleep, open_filesystem, reason, with_retries
 from cbgen.errors import InputError
 
 READ_BYTES = 8 << 20
 """One request reads so much of a remote file."""
-
-SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "az", "hf", "http", "https", "file")
-_TRIES = 5
-_FIRST_PAUSE_SECONDS = 0.5
-_CONNECT_SECONDS = 5
-_REQUEST_SECONDS = 30
-_SDK_TRIES = 2
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_S3_FLAGS = ("force_virtual_addressing", "anonymous")
-_S3_TEXTS = ("region", "scheme", "endpoint_override", "tls_ca_file_path")
-_FOR_GOOD = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
-_FOR_GOOD_WORDS = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_BUCKET|NO_SUCH_KEY|RESOURCE_NOT_FOUND|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH"
-    r"|UNRECOGNIZED_CLIENT|HTTP status 40[134]|\b40[134] Client Error"
-)
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_SECRET_PARAMETER = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|password|credential)[^=&\s]*=)[^&\s'\"]+", re.I)
-_SECRET_WORD = re.compile(r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|A[KS]IA[A-Z0-9]{12,})")
-Result = TypeVar("Result")
-Sleep = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,64 +36,6 @@ class Entry:
     name: str
     is_directory: bool
     size: int | None = None
-
-
-def is_uri(path: str) -> bool:
-    """Whether it names its file by a scheme, such as `s3://`."""
-    return _URI.match(path) is not None
-
-
-def local_path(path: str) -> Path | None:
-    """The path on this machine that a plain path or a `file://` URI names; None for what is elsewhere."""
-    if not is_uri(path):
-        return Path(path)
-    parts = _split(path)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-def redact(text: str) -> str:
-    """The text without credentials: user names in URIs, secret query parameters, and tokens of a known form.
-
-    >>> redact("s3://KEY:SECRET@bucket/a?region=x&token=abc")
-    's3://***@bucket/a?region=x&token=***'
-    """
-    text = _USERINFO.sub("***@", text)
-    text = _SECRET_PARAMETER.sub(r"\1***", text)
-    return _SECRET_WORD.sub("***", text)
-
-
-def open_filesystem(path: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem that a path or URI lies on, and the path there.
-
-    Raises:
-        InputError: the scheme is not known, or its access cannot be set up.
-    """
-    if not is_uri(path):
-        return fs.LocalFileSystem(), os.path.abspath(path)
-    parts = _split(path)
-    try:
-        if parts.scheme == "s3":
-            return _s3(parts.netloc, parts.query), unquote(_bucket(parts.netloc) + parts.path).rstrip("/")
-        return _from_uri(parts)
-    except ImportError as error:
-        raise InputError(f"cannot open {redact(path)}: {reason(error)}") from error
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"cannot open {redact(path)}: {reason(error)}; check the address and the options in it") from (
-            error
-        )
-
-
-def child_path(directory: str, name: str) -> str:
-    """The path or URI of a name in a directory."""
-    if not is_uri(directory):
-        return os.path.join(directory, name)
-    parts = _split(directory)
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
-
-
-def base_name(path: str) -> str:
-    """The last part of a path or URI."""
-    return Path(unquote(_split(path).path) if is_uri(path) else path).name
 
 
 def find_entry(path: str) -> Entry | None:
@@ -342,98 +259,7 @@ class RemoteFile(io.RawIOBase):
         self._file = None
 
 
-def with_retries(
-    action: Callable[[], Result], sleep: Sleep | None = None, prepare: Callable[[], None] | None = None
-) -> Result:
-    """The action's result, in up to 5 tries with growing, random pauses between them.
-
-    Args:
-        action: what may fail in passing.
-        sleep: waits so many seconds.
-        prepare: called before each further try.
-
-    Raises:
-        OSError: of the last try, or of the first that no further try can help.
-    """
-    for attempt in range(_TRIES):
-        try:
-            return action()
-        except OSError as error:
-            if attempt + 1 == _TRIES or isinstance(error, _FOR_GOOD) or _FOR_GOOD_WORDS.search(str(error)):
-                raise
-        (sleep or time.sleep)(_FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
-        if prepare is not None:
-            prepare()
-    raise AssertionError("unreachable")
-
-
-def reason(error: BaseException) -> str:
-    """An error's own words on one line, without credentials."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    lines = text.strip().splitlines()
-    return redact(lines[0].rstrip(". ")) if lines else type(error).__name__
-
-
-# -- filesystems ------------------------------------------------------------------------------------------------------
-
-
-def _split(uri: str) -> SplitResult:
-    # `#` may stand in a key, so it begins no fragment.
-    return urlsplit(uri, allow_fragments=False)
-
-
-def _bucket(netloc: str) -> str:
-    return netloc.rpartition("@")[2]
-
-
-@cache
-def _s3(netloc: str, query: str) -> fs.S3FileSystem:
-    """One client per bucket, however many files are read from it."""
-    options: dict[str, Any] = {}
-    for name, (value, *_) in parse_qs(query, keep_blank_values=True).items():
-        if name not in _S3_FLAGS + _S3_TEXTS:
-            raise ValueError(f"{name!r} is no option of s3:// ({', '.join(_S3_TEXTS + _S3_FLAGS)} are)")
-        options[name] = value.lower() in ("1", "true", "yes") if name in _S3_FLAGS else value
-    userinfo, _, bucket = netloc.rpartition("@")
-    if not bucket:
-        raise ValueError("there is no bucket in it")
-    if userinfo:
-        access_key, _, secret_key = userinfo.partition(":")
-        options |= {"access_key": unquote(access_key), "secret_key": unquote(secret_key)}
-    endpoint = options.get("endpoint_override") or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    if endpoint:
-        scheme, _, address = endpoint.rpartition("://")
-        options = {"scheme": scheme or "https", **options, "endpoint_override": address}
-    elif "region" not in options and not _environment("AWS_REGION", "AWS_DEFAULT_REGION"):
-        options["region"] = fs.resolve_s3_region(bucket)
-    return fs.S3FileSystem(
-        connect_timeout=_CONNECT_SECONDS,
-        request_timeout=_REQUEST_SECONDS,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_SDK_TRIES),
-        **options,
-    )
-
-
-def _environment(*names: str) -> str | None:
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
-
-
-def _from_uri(parts: SplitResult) -> tuple[fs.FileSystem, str]:
-    scheme, query = parts.scheme, parts.query
-    if scheme not in SCHEMES:
-        raise ValueError(f"{scheme}:// is not known; known are {', '.join(f'{name}://' for name in SCHEMES)}")
-    if scheme in ("http", "https"):
-        if importlib.util.find_spec("aiohttp") is None:
-            raise ImportError("reading from the web needs the package aiohttp; install it, or download the file first")
-        scheme = f"fsspec+{scheme}"
-    elif scheme in ("gs", "gcs") and "retry_limit_seconds" not in query:
-        query = "&".join(filter(None, [query, urlencode({"retry_limit_seconds": 2 * _REQUEST_SECONDS})]))
-    elif scheme == "az":
-        scheme = "abfs"
-    # The hub's filesystem takes a path as it is; the others decode it, and refuse blanks.
-    path = unquote(parts.path) if scheme == "hf" else quote(parts.path, safe="/%@:=+,~!$&'()*;")
-    filesystem, inner = fs.FileSystem.from_uri(urlunsplit(parts._replace(scheme=scheme, query=query, path=path)))
-    return filesystem, str(inner)
+# -- asking ------------------------------------------------------------------------------------------------------------
 
 
 def _info(path: str) -> fs.FileInfo:

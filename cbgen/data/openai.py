@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cbgen.data.files import redact
+from cbgen.data.addresses import redact
 from cbgen.data.messages import without_nulls
 from cbgen.errors import RowError, RowFailure
 from cbgen.params import shown

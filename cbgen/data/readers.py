@@ -13,7 +13,7 @@ from typing import IO
 
 import pyarrow as pa
 
-from cbgen.data import files
+from cbgen.data import filesystems
 from cbgen.data.arrow_values import Columns
 from cbgen.data.compressed import decompressed
 from cbgen.data.expand import STDIN
@@ -54,7 +54,7 @@ def read_rows(sources: list[Source], start: Position = Position(), first_index: 
                 index += 1
         except (OSError, EOFError, pa.ArrowException) as error:
             raise BrokenInputError(
-                f"{sources[file].shown}: cannot be read past row {index}: {files.reason(error)}; finished "
+                f"{sources[file].shown}: cannot be read past row {index}: {filesystems.reason(error)}; finished "
                 "rows are kept, and the same command continues once the file is whole"
             ) from error
 

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbgen.data import files
+from cbgen.data import addresses, files, filesystems
 from cbgen.data.expand import STDIN, NamedFile, expand_inputs
 from cbgen.data.mistakes import SNIFF_BYTES, check_head, decompressed_head, is_plain_row
 from cbgen.data.streams import OnceOnly, Spooled
@@ -52,13 +52,13 @@ class Source:
     @property
     def name(self) -> str:
         """What rows and messages call it; always text, whatever bytes the file's name has."""
-        name = self.label or ("stdin" if self.path == STDIN else files.base_name(self.path))
+        name = self.label or ("stdin" if self.path == STDIN else addresses.base_name(self.path))
         return name.encode("utf-8", "backslashreplace").decode()
 
     @property
     def shown(self) -> str:
         """The path without credentials."""
-        return "stdin" if self.path == STDIN else files.redact(self.path)
+        return "stdin" if self.path == STDIN else addresses.redact(self.path)
 
     @property
     def is_stream(self) -> bool:
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        return files.is_uri(self.path)
+        return addresses.is_uri(self.path)
 
     @property
     def can_seek(self) -> bool:
@@ -153,14 +153,14 @@ def open_random_access(source: Source) -> Iterator[pa.NativeFile]:
 def _is_pipe(path: str) -> bool:
     """Whether it is a local path, and one that cannot be opened twice."""
     try:
-        mode = 0 if path == STDIN or files.is_uri(path) else os.stat(path).st_mode
+        mode = 0 if path == STDIN or addresses.is_uri(path) else os.stat(path).st_mode
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
 
 def _check_input(file: NamedFile) -> Source:
-    shown = "stdin" if file.path == STDIN else files.redact(file.path)
+    shown = "stdin" if file.path == STDIN else addresses.redact(file.path)
     try:
         if file.path == STDIN or _is_pipe(file.path):
             return _check_stream(file, shown)
@@ -171,7 +171,7 @@ def _check_input(file: NamedFile) -> Source:
         source = replace(source, size=os.stat(file.path).st_size if size is None else size)
         has_lost_its_start = head.startswith(bytes(_MAGIC_BYTES)) and _ends_like_parquet(source)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"cannot read {shown}: {files.reason(error)}") from error
+        raise InputError(f"cannot read {shown}: {filesystems.reason(error)}") from error
     if has_lost_its_start:
         raise InputError(f"{shown} is a damaged Parquet file: it begins with zero bytes; write or copy it anew")
     _check_not_empty(source)
@@ -249,7 +249,7 @@ def _num_parquet_rows(source: Source) -> int:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(
             f"{source.shown} begins like a Parquet file but is not a whole one (truncated or damaged): "
-            f"{files.reason(error)}"
+            f"{filesystems.reason(error)}"
         ) from error
     if hole is not None:
         raise InputError(f"{source.shown} is a damaged Parquet file: {hole}; write or copy it anew")

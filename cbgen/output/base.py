@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cbgen.config import OutputConfig
-from cbgen.data import files
+from cbgen.data import addresses
 from cbgen.errors import RefusedError
 from cbgen.output.encoders import CODECS, Encoder, JsonlEncoder
 from cbgen.output.places import sync_directory
@@ -51,7 +51,7 @@ class Output(ABC):
 
     def __init__(self, config: OutputConfig, directory: Path, tape: Tape) -> None:
         self.config = config
-        self.path = files.redact(config.path)
+        self.path = addresses.redact(config.path)
         self.directory = directory
         self.tape = tape
         self.encoder: Encoder = JsonlEncoder(CODECS[config.resolved_format])

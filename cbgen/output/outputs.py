@@ -15,7 +15,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from cbgen.config import OutputConfig
-from cbgen.data import files
+from cbgen.data import addresses
 from cbgen.errors import UsageError
 from cbgen.output.base import Output
 from cbgen.output.file_output import FileOutput
@@ -35,8 +35,8 @@ def make_output(config: OutputConfig) -> Output:
     Raises:
         UsageError: the path cannot be one; says what can.
     """
-    local = files.local_path(config.path)
-    if local is not None and files.is_uri(config.path):  # file://
+    local = addresses.local_path(config.path)
+    if local is not None and addresses.is_uri(config.path):  # file://
         config = replace(config, path=str(local) + ("/" if config.path.endswith("/") else ""))
     path, form = config.path, config.resolved_format
     if path == "-":
@@ -47,10 +47,10 @@ def make_output(config: OutputConfig) -> Output:
         raise UsageError(
             f"-o {path}: the output can be .jsonl, .jsonl.gz, .jsonl.zst, .parquet, or a directory of those"
         )
-    remote = files.is_uri(path)
-    if remote and urlsplit(path).scheme not in files.SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in files.SCHEMES)
-        raise UsageError(f"-o {files.redact(path)}: {urlsplit(path).scheme}:// is not known; known are {known}")
+    remote = addresses.is_uri(path)
+    if remote and urlsplit(path).scheme not in addresses.SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in addresses.SCHEMES)
+        raise UsageError(f"-o {addresses.redact(path)}: {urlsplit(path).scheme}:// is not known; known are {known}")
     if remote and not urlsplit(path).netloc:
         raise UsageError(f"-o {path} names no bucket; write it as s3://bucket/directory/")
     if not remote:

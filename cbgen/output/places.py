@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from cbgen.data import files
+from cbgen.data import addresses, files, filesystems
 
 
 class Place:
@@ -22,7 +22,7 @@ class Place:
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/") or "/"
-        self.is_remote = files.is_uri(root)
+        self.is_remote = addresses.is_uri(root)
 
     def names(self) -> list[str]:
         """What is in it, directories included; empty when it does not exist."""
@@ -35,7 +35,7 @@ class Place:
     def sizes(self) -> dict[str, int]:
         """Bytes of each file directly in it."""
         if self.is_remote:
-            filesystem, path = files.open_filesystem(self.root)
+            filesystem, path = filesystems.open_filesystem(self.root)
             found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
             return {info.base_name: info.size for info in found if info.is_file}
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as entries:
@@ -55,7 +55,7 @@ class Place:
         if not self.is_remote:
             os.replace(Path(self.root) / name, Path(self.root) / new_name)
             return
-        filesystem, path = files.open_filesystem(self.root)
+        filesystem, path = filesystems.open_filesystem(self.root)
         filesystem.copy_file(f"{path}/{name}", f"{path}/{new_name}")
         filesystem.delete_file(f"{path}/{name}")
 
@@ -65,7 +65,7 @@ class Place:
         if not self.is_remote:
             yield Path(self.root) / name
             return
-        filesystem, path = files.open_filesystem(self.root)
+        filesystem, path = filesystems.open_filesystem(self.root)
         local = scratch / f"fetched-{name}"
         try:
             pafs.copy_files(
@@ -80,12 +80,12 @@ class Place:
 
     def uri(self, name: str) -> str:
         """The full path of a file in it."""
-        return files.child_path(self.root, name)
+        return addresses.child_path(self.root, name)
 
 
 def split_path(path: str) -> tuple[str, str]:
     """(directory, file name) of a path or URI; the directory keeps a URI's query parameters."""
-    if not files.is_uri(path):
+    if not addresses.is_uri(path):
         head, name = os.path.split(path)
         return head or ".", name
     address, question_mark, query = path.partition("?")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cbgen.config import OutputConfig
-from cbgen.data.files import redact
+from cbgen.data.addresses import redact
 from cbgen.data.lines import dumps, loads
 from cbgen.errors import CbgenError, RefusedError, UsageError
 from cbgen.output.base import Output

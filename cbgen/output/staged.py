@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from cbgen.config import OutputConfig
-from cbgen.data import files
+from cbgen.data import addresses
 from cbgen.errors import RefusedError
 from cbgen.output.base import Output, edited
 from cbgen.output.places import Place
@@ -74,12 +74,12 @@ class StagedOutput(Output):
 
     def _verify_file(self, name: str, root: Place, sizes: Mapping[str, int]) -> None:
         if name not in sizes:
-            raise RefusedError(f"{name} is gone from {files.redact(root.root)}")
+            raise RefusedError(f"{name} is gone from {addresses.redact(root.root)}")
         with root.fetched(name, self.directory) as local:
             size = local.stat().st_size
             known = [(noted.size, noted.crc) for noted in self.published.get(name, [])[-2:]]
             if known and (size, checksum(local, size)) not in known:
-                raise edited(f"{files.redact(root.root)}: {name}")
+                raise edited(f"{addresses.redact(root.root)}: {name}")
 
     def _note(self, name: str, rows: int, local: Path) -> None:
         """Remember what is about to be published, for `verify` and for a later run. What is in place until then always

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cbgen.data import files
+from cbgen.data import addresses, files, filesystems
 from cbgen.errors import InputError
 
 
@@ -30,13 +30,13 @@ from cbgen.errors import InputError
     ],
 )
 def test_redact(text: str, clean: str) -> None:
-    assert files.redact(text) == clean
+    assert addresses.redact(text) == clean
 
 
 def test_redacting_twice_changes_nothing() -> None:
-    once = files.redact("s3://KEY:SECRET@bucket/a?token=b&region=c")
+    once = addresses.redact("s3://KEY:SECRET@bucket/a?token=b&region=c")
 
-    assert files.redact(once) == once
+    assert addresses.redact(once) == once
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_redacting_twice_changes_nothing() -> None:
     [("s3://b/a", True), ("az://b", True), ("fsspec+memory://a", True), ("a.jsonl", False), ("/a:b//c", False)],
 )
 def test_is_uri(path: str, expected: bool) -> None:
-    assert files.is_uri(path) is expected
+    assert addresses.is_uri(path) is expected
 
 
 def test_file_uri_is_local() -> None:
-    assert files.local_path("file:///a%20b/c") == Path("/a b/c")
-    assert files.local_path("x/y") == Path("x/y")
-    assert files.local_path("s3://b/a") is None
+    assert addresses.local_path("file:///a%20b/c") == Path("/a b/c")
+    assert addresses.local_path("x/y") == Path("x/y")
+    assert addresses.local_path("s3://b/a") is None
 
 
 def test_child_of_a_uri_keeps_its_options_and_is_quoted() -> None:
-    assert files.child_path("s3://b/d/?region=x", "a b#c?.jsonl") == "s3://b/d/a%20b%23c%3F.jsonl?region=x"
-    assert files.base_name("s3://b/d/a%20b%23c%3F.jsonl?region=x") == "a b#c?.jsonl"
+    assert addresses.child_path("s3://b/d/?region=x", "a b#c?.jsonl") == "s3://b/d/a%20b%23c%3F.jsonl?region=x"
+    assert addresses.base_name("s3://b/d/a%20b%23c%3F.jsonl?region=x") == "a b#c?.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_child_of_a_uri_keeps_its_options_and_is_quoted() -> None:
 )
 def test_uri_that_cannot_be_opened_is_an_input_error(uri: str, words: str) -> None:
     with pytest.raises(InputError, match="cannot open") as raised:
-        files.open_filesystem(uri)
+        filesystems.open_filesystem(uri)
     assert words in str(raised.value)
 
 
@@ -83,14 +83,14 @@ def test_uri_that_cannot_be_opened_is_an_input_error(uri: str, words: str) -> No
     ],
 )
 def test_other_stores_are_reached_by_their_schemes(uri: str, path: str) -> None:
-    assert files.open_filesystem(uri)[1] == path
+    assert filesystems.open_filesystem(uri)[1] == path
 
 
 def test_web_without_aiohttp_is_an_input_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(filesystems.importlib.util, "find_spec", lambda name: None)
 
     with pytest.raises(InputError, match="needs the package aiohttp; install it, or download"):
-        files.open_filesystem("https://KEY:SECRET@host/a")
+        filesystems.open_filesystem("https://KEY:SECRET@host/a")
 
 
 # -- retries ----------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_passing_failures_are_tried_again_with_growing_pauses() -> None:
             raise outcome
         return outcome
 
-    assert files.with_retries(action, pauses.append) == 7
+    assert filesystems.with_retries(action, pauses.append) == 7
     assert len(pauses) == 4
     for number, pause in enumerate(pauses):
         assert 0.25 * 2**number <= pause <= 0.75 * 2**number
@@ -131,7 +131,7 @@ def test_failures_for_good_are_not_tried_again(error: OSError, tries: int) -> No
         raise error
 
     with pytest.raises(OSError) as raised:  # noqa: PT011
-        files.with_retries(action, lambda _: None)
+        filesystems.with_retries(action, lambda _: None)
     assert raised.value is error
     assert len(calls) == tries
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbgen.data import files
+from cbgen.data import files, filesystems
 from cbgen.data.expand import expand_inputs
 from cbgen.data.readers import check_inputs, read_rows
 from cbgen.errors import BrokenInputError, InputError
@@ -29,7 +29,7 @@ def running() -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    monkeypatch.setattr(filesystems.time, "sleep", lambda _: None)
     running.reset()
     yield running
     running.reset()
@@ -308,7 +308,7 @@ def test_interrupt_between_write_and_close_leaves_the_whole_object(
         def close(self) -> None:
             self.stream.close()
 
-    filesystem, path = files.open_filesystem(server.uri("out"))
+    filesystem, path = filesystems.open_filesystem(server.uri("out"))
 
     class Opening:
         def open_output_stream(self, name: str, **options: Any) -> Interrupting:

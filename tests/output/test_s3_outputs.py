@@ -12,7 +12,7 @@ import pytest
 
 from cbgen import pipeline
 from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
-from cbgen.data import files
+from cbgen.data import files, filesystems
 from cbgen.errors import CbgenError, RefusedError
 from cbgen.job import Serving
 from cbgen.output.encoders import ParquetEncoder
@@ -31,7 +31,7 @@ def running():
 def server(running, monkeypatch, tmp_path):
     running.reset()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    monkeypatch.setattr(filesystems.time, "sleep", lambda _: None)
     return running
 
 
