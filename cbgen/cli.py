@@ -446,7 +446,7 @@ def _write(option_: str, path: str, text: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
 def doctor(output: str | None, as_json: bool) -> None:
     """Look at this machine: packages, torch and driver, memory, disks, model cache, and a write test."""
-    from cbgen import doctor as examination
+    from cbgen.doctor import examination
 
     checks = examination.examine(output)
     text = json.dumps(examination.as_document(checks)) if as_json else examination.format_checks(checks)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cbgen import cli, doctor
-from cbgen.doctor import Check, TorchFacts
+from cbgen import cli
+from cbgen.doctor import disks, examination, hardware, software
+from cbgen.doctor.check import Check
+from cbgen.doctor.software import TorchFacts
 
 GPU = {"name": "GPU", "free": 70 << 30, "total": 80 << 30}
 
@@ -18,8 +20,8 @@ GPU = {"name": "GPU", "free": 70 << 30, "total": 80 << 30}
 @pytest.fixture
 def probed(monkeypatch):
     """No second Python: what torch would say."""
-    monkeypatch.setattr(doctor, "_probe_torch", lambda: TorchFacts(version="2.13.0+cpu"))
-    monkeypatch.setattr(doctor, "_find_driver", lambda: None)
+    monkeypatch.setattr(examination, "probe_torch", lambda: TorchFacts(version="2.13.0+cpu"))
+    monkeypatch.setattr(examination, "find_driver", lambda: None)
 
 
 def run(*arguments):
@@ -93,7 +95,7 @@ def test_it_runs_without_torch(tmp_path):
 
 
 def test_torch_is_really_asked():
-    facts = doctor._probe_torch()
+    facts = software.probe_torch()
     assert facts.error == ""
     assert facts.version.startswith("2.")
 
@@ -116,7 +118,7 @@ def test_torch_is_really_asked():
     ],
 )
 def test_torch_against_the_driver(facts, driver, status, says):
-    check = doctor.check_torch(facts, driver)
+    check = software.check_torch(facts, driver)
     assert check.status == status
     assert says in check.message
 
@@ -131,9 +133,9 @@ def test_torch_against_the_driver(facts, driver, status, says):
     ],
 )
 def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch, program, says):
-    monkeypatch.setattr(doctor, "_PROBE", program)
-    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 1.0)
-    facts = doctor._probe_torch()
+    monkeypatch.setattr(software, "_PROBE", program)
+    monkeypatch.setattr(software, "_PROBE_SECONDS", 1.0)
+    facts = software.probe_torch()
     assert says in facts.error
     assert bool(facts.error) is bool(says)
 
@@ -147,25 +149,25 @@ def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch, program, says):
 )
 def test_the_driver_is_read_from_the_kernel(tmp_path, text, version):
     (tmp_path / "version").write_text(text + "\nGCC version: gcc 12\n")
-    assert doctor._find_driver(tmp_path / "version") == version
+    assert software.find_driver(tmp_path / "version") == version
 
 
 def test_the_driver_is_asked_from_its_tool(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 535.1\necho 535.1\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert doctor._find_driver(tmp_path / "none") == "535.1"
+    assert software.find_driver(tmp_path / "none") == "535.1"
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert doctor._find_driver(tmp_path / "none") is None
+    assert software.find_driver(tmp_path / "none") is None
     (tmp_path / "nvidia-smi").unlink()
-    assert doctor._find_driver(tmp_path / "none") is None
+    assert software.find_driver(tmp_path / "none") is None
 
 
 def test_packages_that_are_missing_or_old_are_named(monkeypatch):
     wanted = ["good>=1.2", "old>=2.10", "missing>=1", "torch>=2.11", "extra>=1 ; extra == 'dev'"]
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: wanted)
-    monkeypatch.setattr(doctor, "_version_of", {"good": "1.10rc1", "old": "2.9.1+cpu"}.get)
-    old, missing, good = doctor.check_packages()
+    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(software, "_version_of", {"good": "1.10rc1", "old": "2.9.1+cpu"}.get)
+    old, missing, good = software.check_packages()
     assert (old.status, missing.status, good) == ("fail", "fail", Check("packages", "ok", "good 1.10rc1"))
     assert "pip install -U old" in old.message
     assert "missing is not installed" in missing.message
@@ -175,10 +177,10 @@ def test_packages_that_are_missing_or_old_are_named(monkeypatch):
 
 
 def test_devices_are_listed_with_their_memory():
-    free, busy = doctor.check_devices(TorchFacts(devices=[GPU, {**GPU, "free": 10 << 30}]))
+    free, busy = hardware.check_devices(TorchFacts(devices=[GPU, {**GPU, "free": 10 << 30}]))
     assert (free.status, busy.status) == ("ok", "warn")
     assert free.message == "cuda:0 is GPU, 70.0 GiB of 80.0 GiB free"
-    assert [check.message for check in doctor.check_devices(TorchFacts())] == ["cpu"]
+    assert [check.message for check in hardware.check_devices(TorchFacts())] == ["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -192,25 +194,25 @@ def test_devices_are_listed_with_their_memory():
     ],
 )
 def test_bfloat16_of_the_cpu(flags, has_gpu, status):
-    assert doctor.check_bfloat16(flags, has_gpu=has_gpu).status == status
+    assert hardware.check_bfloat16(flags, has_gpu=has_gpu).status == status
 
 
 def test_cpu_flags_of_both_families(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu avx512_bf16\n\nprocessor: 1\nflags\t: fpu\n")
-    assert doctor._find_cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx512_bf16"}
+    assert hardware.find_cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx512_bf16"}
     (tmp_path / "cpuinfo").write_text("Features\t: fp asimd bf16\n")
-    assert doctor._find_cpu_flags(tmp_path / "cpuinfo") == {"fp", "asimd", "bf16"}
-    assert doctor._find_cpu_flags(tmp_path / "none") is None
+    assert hardware.find_cpu_flags(tmp_path / "cpuinfo") == {"fp", "asimd", "bf16"}
+    assert hardware.find_cpu_flags(tmp_path / "none") is None
 
 
 def test_a_container_with_fewer_cores_than_are_visible(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert doctor.check_cores(8, None) == Check("cores", "ok", "8")
-    check = doctor.check_cores(64, 3.5)
+    assert hardware.check_cores(8, None) == Check("cores", "ok", "8")
+    check = hardware.check_cores(64, 3.5)
     assert check.status == "warn"
     assert "OMP_NUM_THREADS=3" in check.message
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert doctor.check_cores(64, 3.5).status == "ok"
+    assert hardware.check_cores(64, 3.5).status == "ok"
 
 
 def test_limits_of_control_groups_are_the_least_of_all_levels(tmp_path):
@@ -221,21 +223,21 @@ def test_limits_of_control_groups_are_the_least_of_all_levels(tmp_path):
     (tmp_path / "root/a/b/memory.max").write_text("max\n")
     (tmp_path / "root/memory.max").write_text("1000\n")
     paths = (tmp_path / "root", tmp_path / "self")
-    assert doctor._find_cpu_quota(*paths) == 2.5
-    assert doctor._find_memory_limit(*paths) == 1000
-    assert doctor._find_cpu_quota(tmp_path / "x", tmp_path / "y") is None
+    assert hardware.find_cpu_quota(*paths) == 2.5
+    assert hardware._find_memory_limit(*paths) == 1000
+    assert hardware.find_cpu_quota(tmp_path / "x", tmp_path / "y") is None
     (tmp_path / "v1/cpu").mkdir(parents=True)
     (tmp_path / "v1/cpu/cpu.cfs_quota_us").write_text("150000")
     (tmp_path / "v1/cpu/cpu.cfs_period_us").write_text("100000")
-    assert doctor._find_cpu_quota(tmp_path / "v1", tmp_path / "y") == 1.5
+    assert hardware.find_cpu_quota(tmp_path / "v1", tmp_path / "y") == 1.5
     (tmp_path / "v1/cpu/cpu.cfs_quota_us").write_text("-1")
-    assert doctor._find_cpu_quota(tmp_path / "v1", tmp_path / "y") is None
+    assert hardware.find_cpu_quota(tmp_path / "v1", tmp_path / "y") is None
 
 
 def test_little_memory_is_a_warning():
-    assert doctor.check_memory(16 << 30, 8 << 30, None).status == "ok"
-    assert doctor.check_memory(16 << 30, 1 << 30, None).status == "warn"
-    check = doctor.check_memory(16 << 30, 8 << 30, 1 << 30)
+    assert hardware.check_memory(16 << 30, 8 << 30, None).status == "ok"
+    assert hardware.check_memory(16 << 30, 1 << 30, None).status == "warn"
+    check = hardware.check_memory(16 << 30, 8 << 30, 1 << 30)
     assert check.status == "warn"
     assert "may hold 1.0 GiB" in check.message
 
@@ -245,9 +247,9 @@ def test_little_memory_is_a_warning():
 
 @pytest.mark.parametrize(("free", "status"), [(50 << 30, "ok"), (5 << 30, "warn"), (1 << 20, "fail")])
 def test_free_space(monkeypatch, tmp_path, free, status):
-    usage = doctor.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=free))
-    check = doctor.check_free_space("disk", tmp_path / "not" / "yet" / "there", enough=10 << 30)
+    usage = disks.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(disks.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    check = disks.check_free_space("disk", tmp_path / "not" / "yet" / "there", enough=10 << 30)
     assert check.status == status
     assert str(tmp_path) in check.message
 
@@ -256,45 +258,45 @@ def test_the_cache_follows_the_hubs_variables(monkeypatch, tmp_path):
     for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert doctor._hub_cache() == f"{tmp_path}/.cache/huggingface/hub"
+    assert disks.hub_cache() == f"{tmp_path}/.cache/huggingface/hub"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert doctor._hub_cache() == f"{tmp_path}/x/huggingface/hub"
+    assert disks.hub_cache() == f"{tmp_path}/x/huggingface/hub"
     monkeypatch.setenv("HF_HOME", str(tmp_path / "h"))
-    assert doctor._hub_cache() == f"{tmp_path}/h/hub"
-    assert not doctor._has_token()
+    assert disks.hub_cache() == f"{tmp_path}/h/hub"
+    assert not disks._has_token()
     (tmp_path / "h").mkdir()
     (tmp_path / "h/token").write_text("hf_x")
-    assert doctor._has_token()
+    assert disks._has_token()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "c"))
-    assert doctor._hub_cache() == f"{tmp_path}/c"
+    assert disks.hub_cache() == f"{tmp_path}/c"
 
 
 def test_the_cache_is_described(monkeypatch, tmp_path):
-    assert "made with the first model" in doctor.check_cache(tmp_path / "hub").message
+    assert "made with the first model" in disks.check_cache(tmp_path / "hub").message
     (tmp_path / "models--a--b").mkdir()
-    assert doctor.check_cache(tmp_path).message == f"{tmp_path} holds 1 model"
-    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
-    assert doctor.check_cache(tmp_path).status == "fail"
+    assert disks.check_cache(tmp_path).message == f"{tmp_path} holds 1 model"
+    monkeypatch.setattr(disks.os, "access", lambda path, mode: False)
+    assert disks.check_cache(tmp_path).status == "fail"
 
 
 def test_offline_is_said(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "only models in the cache" in doctor.check_hub().message
+    assert "only models in the cache" in disks.check_hub().message
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert "only models in the cache" not in doctor.check_hub().message
+    assert "only models in the cache" not in disks.check_hub().message
 
 
 def test_where_an_output_would_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert doctor.output_directory(None) == tmp_path
-    assert doctor.output_directory("out.jsonl") == Path()
-    assert doctor.output_directory(str(tmp_path)) == tmp_path
-    assert doctor.output_directory(str(tmp_path / "x" / "out.jsonl")) == tmp_path / "x"
-    assert doctor.output_directory("s3://b/x") is None
+    assert disks.output_directory(None) == tmp_path
+    assert disks.output_directory("out.jsonl") == Path()
+    assert disks.output_directory(str(tmp_path)) == tmp_path
+    assert disks.output_directory(str(tmp_path / "x" / "out.jsonl")) == tmp_path / "x"
+    assert disks.output_directory("s3://b/x") is None
 
 
 def test_writing_works_and_leaves_nothing(tmp_path):
-    assert doctor.check_writing(tmp_path).status == "ok"
+    assert disks.check_writing(tmp_path).status == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -304,8 +306,8 @@ def test_a_disk_that_fails_is_said_and_nothing_stays(monkeypatch, tmp_path, step
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(doctor.os, "fsync", fail) if step == "fsync" else patch.setattr(doctor.Path, "open", fail)
-        check = doctor.check_writing(tmp_path)
+        patch.setattr(disks.os, "fsync", fail) if step == "fsync" else patch.setattr(disks.Path, "open", fail)
+        check = disks.check_writing(tmp_path)
     assert check.status == "fail"
     assert "No space left" in check.message
     assert list(tmp_path.iterdir()) == []
@@ -317,8 +319,8 @@ def test_a_filesystem_without_locks_is_a_warning(monkeypatch, tmp_path, kind):
         if kind == "refused":
             raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(doctor.fcntl, "flock", flock)
-    check = doctor.check_writing(tmp_path)
+    monkeypatch.setattr(disks.fcntl, "flock", flock)
+    check = disks.check_writing(tmp_path)
     assert check.status == "warn"
     assert "file locks" in check.message
     assert list(tmp_path.iterdir()) == []
