@@ -298,6 +298,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
 @cli.command(short_help="Show what batching does: static beside continuous.")
 @click.option("--slots", type=int, default=4, show_default=True, help="Rows that generate at once.")
 @click.option("--step-ms", type=float, default=50.0, show_default=True, help="Duration of one decode step.")
+@click.option("--row-ms", type=float, default=0.0, show_default=True, help="What each row adds to a step.")
 @click.option("--lengths", required=True, help="Output tokens of each row: 100,20,50 or (20,200)*50.")
 @click.option("--arrivals", default="0", show_default=True, help="Arrival time of each row in ms, or one for all.")
 @click.option("--prompt-lengths", default="1", show_default=True, help="Prompt tokens of each row, or one for all.")
@@ -306,6 +307,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
 def simulate(
     slots: int,
     step_ms: float,
+    row_ms: float,
     lengths: str,
     arrivals: str,
     prompt_lengths: str,
@@ -329,6 +331,7 @@ def simulate(
             slots=slots,
             step_ms=step_ms,
             prefill_ms_per_token=prefill_ms_per_token,
+            row_ms=row_ms,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

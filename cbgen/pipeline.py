@@ -155,23 +155,27 @@ def _generate(session: _Session, job: Job, feed: PromptFeed) -> None:
     """Run until every row is finished, or something asks to stop: then rows in flight have a little time left, and
     those that do not end in it are generated again next time.
     """
-    engine, rules, signals = job.engine, session.rules, session.signals
+    engine, rules, signals, clock = job.engine, session.rules, session.signals, time.perf_counter
     is_told = False
     while not (rules.check(engine.stats.num_sampled_tokens, job.num_errors) and _has_ended(job, rules)):
+        started = clock()
         if rules.stop is None:
             job.admit(feed)
+            engine.stats.admit_seconds += clock() - started
         elif not is_told:
             is_told = True
             session.reports.note(f"stopping ({rules.stop.reason}): {engine.num_running:,} rows in flight may still end")
         engine.more_is_coming = not feed.exhausted
-        if engine.has_unfinished:
-            for generation in engine.step():
-                job.finish(generation)
-        elif feed.exhausted:
+        generations = engine.step() if engine.has_unfinished else []
+        if not generations and not engine.has_unfinished and feed.exhausted:
             return
+        started = clock()
+        for generation in generations:
+            job.finish(generation)
         if signals.take_commit_request():
             job.writer.commit()
         job.writer.tick()
+        engine.stats.write_seconds += clock() - started
         session.reports.update(lambda: job.snapshot(_fraction(session, job)))
     if not engine.has_unfinished and feed.peek(wait=True) is None and feed.exhausted:
         rules.withdraw()

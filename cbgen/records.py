@@ -131,6 +131,9 @@ class EngineStats:
         num_prompt_tokens, num_cached_tokens: of rows that got a slot, each sample counted; and how many of these were
             in the prefix cache.
         num_out_of_memory: forward passes that were given up and cut into smaller ones.
+        run_seconds: the forward pass, sampling included; `sample_seconds` is that part of it.
+        admit_seconds, write_seconds: spent by the caller between steps, on taking rows in (waiting for them included,
+            when nothing else is left to do) and on making texts and records of finished ones.
     """
 
     num_steps: int = 0
@@ -147,7 +150,10 @@ class EngineStats:
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0
     run_seconds: float = 0.0
+    sample_seconds: float = 0.0
     update_seconds: float = 0.0
+    admit_seconds: float = 0.0
+    write_seconds: float = 0.0
 
 
 @dataclass(slots=True)

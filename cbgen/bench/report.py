@@ -9,10 +9,13 @@ from cbgen.bench.compare import Comparison, Entry, pairwise, processor_name
 from cbgen.bench.engines import describe_knobs
 
 _PHASES = {
+    "admit_seconds": "take rows in, wait for them",
     "schedule_seconds": "schedule",
     "build_seconds": "build input",
-    "run_seconds": "forward and sample",
+    "run_seconds": "forward",
+    "sample_seconds": "sample",
     "update_seconds": "update",
+    "write_seconds": "make texts, write",
 }
 _OWN_COLOUR, _PEER_COLOUR = "#2b6cb0", "#9aa5b1"
 
@@ -81,21 +84,12 @@ def _not_run(comparison: Comparison) -> str:
 
 
 def breakdown(entry: Entry) -> list[tuple[str, float]]:
-    """Where the wall time of the middle run went: (phase, seconds), adding up to all of it.
-
-    Sampling is told apart where the engine measures it.
-    """
+    """Where the wall time of the middle run went: (phase, seconds), adding up to all of it."""
     run = entry.middle_run
-    stats = run.facts.get("stats", {})
-    phases = [(label, float(stats.get(name, 0.0))) for name, label in _PHASES.items()]
-    sampling = stats.get("sample_seconds")
-    if sampling is not None:
-        phases = [
-            ("forward", seconds - sampling) if "forward" in label else (label, seconds) for label, seconds in phases
-        ]
-        phases.insert(3, ("sample", float(sampling)))
-    other = "reader, tokenizer, writer, idle" if entry.engine.kind == "cbgen-run" else "queueing, idle"
-    return [*phases, (other, max(0.0, run.wall_seconds - sum(seconds for _, seconds in phases)))]
+    stats = dict(run.facts["stats"])
+    stats["run_seconds"] -= stats["sample_seconds"]  # which is measured inside
+    phases = [(label, float(stats[name])) for name, label in _PHASES.items() if stats[name]]
+    return [*phases, ("everything else", max(0.0, run.wall_seconds - sum(seconds for _, seconds in phases)))]
 
 
 def _breakdown(comparison: Comparison) -> str:

@@ -1,9 +1,9 @@
 """`cbgen simulate`: the engine's own scheduler on a virtual clock, with rows whose lengths are known.
 
 Nothing is generated: each step "samples" one token for every sequence that is ready, and takes `step_ms` plus
-`prefill_ms_per_token` for each prompt token it reads. So the schedule printed here is the schedule `cbgen run` makes of
-the same lengths. Enters: lengths and arrival times. Leaves: a `Simulation`, and from it a table, a text timeline, an
-SVG.
+`prefill_ms_per_token` for each prompt token it reads and `row_ms` for each token it samples. So the schedule printed
+here is the schedule `cbgen run` makes of the same lengths. Enters: lengths and arrival times. Leaves: a `Simulation`,
+and from it a table, a text timeline, an SVG.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Workload:
         lengths: output tokens of each row, in file order.
         prompt_lengths: prompt tokens of each row; same length as `lengths`.
         arrivals_ms: when each row arrives; same length as `lengths`.
+        step_ms, row_ms: a step takes `step_ms`, and `row_ms` more for each row that gets a token in it: next to nothing
+            on a GPU with room to spare, most of a step on a CPU.
     """
 
     lengths: list[int]
@@ -47,6 +49,7 @@ class Workload:
     slots: int
     step_ms: float
     prefill_ms_per_token: float = 0.0
+    row_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated, or not in bounded time and memory.
@@ -66,6 +69,7 @@ class Workload:
         _check_range("--slots", self.slots, 1, _MAX_SLOTS)
         _check_range("--step-ms", self.step_ms, 0.001, 1e9)
         _check_range("--prefill-ms-per-token", self.prefill_ms_per_token, 0, 1e6)
+        _check_range("--row-ms", self.row_ms, 0, 1e6)
         for arrival in self.arrivals_ms:
             _check_range("--arrivals", arrival, 0, _MAX_MS)
         self._check_size()
@@ -142,8 +146,9 @@ def simulate(workload: Workload, batching: Batching, order: Order = "file") -> S
         num_prompt_tokens = int(np.minimum(num_unread, output.num_scheduled_tokens).sum())
         num_steps += 1
         num_active += scheduler.num_running
-        clock_ms += workload.step_ms + num_prompt_tokens * workload.prefill_ms_per_token
-        for sequence in scheduler.update(output, np.zeros(output.samples.sum(), dtype=np.int64)):
+        num_sampled = int(output.samples.sum())
+        clock_ms += workload.step_ms + num_prompt_tokens * workload.prefill_ms_per_token + num_sampled * workload.row_ms
+        for sequence in scheduler.update(output, np.zeros(num_sampled, dtype=np.int64)):
             slot, start_ms = entered[sequence.index]
             spans.append(Span(sequence.index, slot, start_ms, clock_ms))
             response_ms[sequence.index] = clock_ms - workload.arrivals_ms[sequence.index]
@@ -261,7 +266,7 @@ def format_report(workload: Workload, simulations: list[Simulation]) -> str:
     best = max(range(len(gains)), key=gains.__getitem__)
     if gains[best] > 1:
         lines.append(f"\nrow {row_name(best)} answers {gains[best]:.1f}x sooner with continuous batching")
-    seconds = ideal * workload.step_ms / 1000
+    seconds = (ideal * workload.step_ms + sum(workload.lengths) * workload.row_ms) / 1000
     lines.append(
         f"ideal (no slot ever idle): {ideal:,} steps, {seconds:.1f} s, {sum(workload.lengths) / seconds:.0f} tok/s, "
         f"{baseline.total_ms / 1000 / seconds:.1f}x static"

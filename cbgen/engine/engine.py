@@ -227,6 +227,7 @@ class Engine:
         """One forward pass; what it ended is added to `ended`. Nothing has changed when it failed."""
         clock, stats, failure = time.perf_counter, self.stats, None
         started = built = clock()
+        sampled = self._runner.sample_seconds
         try:
             model_input = build_model_input(part, self._blocks)
             built = clock()
@@ -236,6 +237,7 @@ class Engine:
         except Exception as error:
             failure = judge(error)
         ran = clock()
+        stats.sample_seconds += self._runner.sample_seconds - sampled
         stats.build_seconds += built - started
         stats.run_seconds += ran - built
         if failure is not None:

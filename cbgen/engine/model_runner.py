@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +18,18 @@ from cbgen.engine.sampler import Sampler
 
 
 class ModelRunner:
-    """Owns the model and the KV cache tensors."""
+    """Owns the model and the KV cache tensors.
+
+    Attributes:
+        sample_seconds: wall-clock time spent in the sampler so far.
+    """
 
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self.loaded = loaded
         self.kv_cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.operators = loaded.operators
         self.sampler = Sampler(self.operators)
+        self.sample_seconds = 0.0
 
     def run(self, model_input: ModelInput) -> npt.NDArray[np.int64]:
         """Compute one step.
@@ -43,8 +49,11 @@ class ModelRunner:
         )
         if not model_input.sampling:
             return np.zeros(0, dtype=np.int64)
+        started = time.perf_counter()
         with torch.inference_mode():
-            return self.sampler.sample(logits, model_input.sampling_input)
+            token_ids = self.sampler.sample(logits, model_input.sampling_input)
+        self.sample_seconds += time.perf_counter() - started
+        return token_ids
 
     def release_memory(self) -> None:
         """After a failed step: give back what it allocated, so that a smaller one has the room."""

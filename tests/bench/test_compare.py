@@ -1,6 +1,7 @@
 """Several engines on one workload, with a fake one in their place: grid, rounds, failures, table, JSON, SVG."""
 
 import json
+import random
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from cbgen.bench import compare as comparing
 from cbgen.bench.compare import BenchConfig, as_document, compare, predicted_gain
-from cbgen.bench.engines import ENGINES, Engine, ablations, parse_engine, parse_engines
+from cbgen.bench.engines import ENGINES, PEERS_DIRECTORY, Engine, ablations, parse_engine, parse_engines
 from cbgen.bench.report import align, breakdown, format_comparison, render_svg
 from cbgen.cli import main
 from cbgen.config import OPTIMIZATIONS
@@ -24,8 +25,12 @@ STATS = {
     "schedule_seconds": 0.5,
     "build_seconds": 0.25,
     "run_seconds": 4.0,
+    "sample_seconds": 0.0,
     "update_seconds": 0.25,
+    "admit_seconds": 0.0,
+    "write_seconds": 0.0,
 }
+STEP_COST = {"step_ms": 5.0, "row_ms": 2.0, "prefill_ms_per_token": 1.0}
 SHAPE = {
     "layer_weights": 100_000, "head_weights": 100, "num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "itemsize": 4,
     "vocab_size": 50,
@@ -34,7 +39,7 @@ SHAPE = {
 
 def fake(name, speed=None, behaviour="good", grid=({},), **more):
     """An engine that emits `speed` tokens a second; without one, `batch_size` of its grid."""
-    fixed = {"behaviour": behaviour, "facts": {"stats": STATS, "engine": {"max_num_seqs": 8}}}
+    fixed = {"behaviour": behaviour, "facts": {"stats": STATS, "engine": {"max_num_seqs": 8}, "step_cost": STEP_COST}}
     if speed is not None:
         fixed["batch_size"] = speed
     return Engine(name, name.partition(":")[0], FAKE, fixed, grid, **more)
@@ -121,8 +126,10 @@ def test_the_breakdown_adds_up_to_the_wall_time(prepared):
     phases = breakdown(entry)
     assert sum(seconds for _, seconds in phases) == pytest.approx(entry.middle_run.wall_seconds)
     assert dict(phases)["schedule"] == 0.5
-    entry.middle_run.facts["stats"]["sample_seconds"] = 1.5
+    entry.middle_run.facts["stats"] |= {"sample_seconds": 1.5, "admit_seconds": 0.25, "write_seconds": 0.125}
     phases = dict(breakdown(entry))
+    assert sum(phases.values()) == pytest.approx(entry.middle_run.wall_seconds)
+    assert (phases["take rows in, wait for them"], phases["make texts, write"]) == (0.25, 0.125)
     assert (phases["forward"], phases["sample"]) == (2.5, 1.5)
     assert "occupancy 75.0%" in format_comparison(result)
 
@@ -130,14 +137,38 @@ def test_the_breakdown_adds_up_to_the_wall_time(prepared):
 def test_continuous_over_static_stands_beside_what_the_simulator_says(prepared):
     result = run(fake("cbgen", 40), fake("cbgen-static", 10), workload="W3", rows=40)
     lengths = result.workload.lengths.tolist()
-    predicted = predicted_gain(lengths, 8)
-    assert predicted > 1.2
-    expected = f"4.00x; in steps `simulate` predicts {predicted:.2f}x of the same lengths at 8 slots"
-    assert any(expected in line for line in result.findings)
+    in_steps = predicted_gain(lengths, 8, [1] * 40, {"step_ms": 1.0})
+    assert in_steps > 1.2
+    in_time = predicted_gain(lengths, 8, [len(ids) for ids in result.prompts], STEP_COST)
+    assert 1 < in_time < in_steps
+    text = "\n".join(result.findings)
+    assert (
+        f"continuous (cbgen) over static batching: 4.00x at 8 slots\n  `simulate` predicts {in_steps:.2f}x if" in text
+    )
+    assert (
+        f"(5.0 ms + 2.000 ms a row + 1.000 ms a prompt token) it predicts {in_time:.2f}x: {4 / in_time:.2f} of" in text
+    )
 
 
 def test_predicted_gain_by_hand():
-    assert predicted_gain([100, 20, 50, 200, 30], 4) == pytest.approx(230 / 200)
+    lengths = [100, 20, 50, 200, 30]
+    assert predicted_gain(lengths, 4, [1] * 5, {"step_ms": 7.0}) == pytest.approx(230 / 200)
+    cost = {"step_ms": 1.0, "row_ms": 0.5, "prefill_ms_per_token": 0.0}
+    assert predicted_gain(lengths, 4, [1] * 5, cost) == pytest.approx((230 + 200) / (200 + 200))
+
+
+def test_the_cost_of_a_step_is_found_again():
+    sys.path.insert(0, str(PEERS_DIRECTORY))
+    try:
+        from run_cbgen import step_cost
+    finally:
+        sys.path.remove(str(PEERS_DIRECTORY))
+    rng = random.Random(5)
+    sizes = [(rng.randrange(1, 129), rng.choice([0, 0, rng.randrange(400)])) for _ in range(200)]
+    costs = [(0.004 + 0.0003 * rows + 0.0002 * tokens, rows, tokens) for rows, tokens in sizes]
+    found = step_cost(costs)
+    assert found == pytest.approx({"step_ms": 4.0, "row_ms": 0.3, "prefill_ms_per_token": 0.2})
+    assert step_cost([(0.01, 4, 0)] * 3)["step_ms"] >= 0
 
 
 def test_w2_tells_how_much_of_what_could_be_shared_was(prepared):

@@ -77,6 +77,13 @@ def test_prefill_costs_time_when_it_has_a_price():
     assert simulate(workload, "continuous").total_ms == 10 * 50 + 100 * 0.5
 
 
+def test_each_row_costs_time_when_it_has_a_price():
+    """Static: four rows until the 20th step, then fewer; the fifth alone. Continuous: the same tokens in fewer steps."""
+    workload = make_workload(FIVE_ROWS, row_ms=10.0)
+    assert simulate(workload, "static").total_ms == 230 * 50 + sum(FIVE_ROWS) * 10
+    assert simulate(workload, "continuous").total_ms == 200 * 50 + sum(FIVE_ROWS) * 10
+
+
 def test_timelines_show_each_slot_and_where_it_idles():
     static, continuous, _ = simulate_policies(make_workload(FIVE_ROWS))
     lines = format_timelines([static, continuous], 4, width=23)  # half a second per character

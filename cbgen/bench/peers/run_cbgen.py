@@ -6,6 +6,7 @@ Knobs: fields of `EngineConfig` (`batching`, `order`, `disabled`, `max_num_seqs`
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -47,9 +48,11 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     from cbgen.records import EngineStats
 
     engine = load_serving(task)[1].engine
+    costs: list[tuple[float, int, int]] = []  # of each step: seconds, tokens sampled, other tokens computed
 
     def generate(work: Task) -> Answers:
         engine.stats = EngineStats()
+        costs.clear()
         answers: Answers = [[] for _ in work.prompts]
         rows = iter(enumerate(zip(work.prompts, work.lengths, strict=True)))
         waiting = next(rows, None)
@@ -62,11 +65,34 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
                     raise RuntimeError(f"row {row} was refused: {refused.finish_reason}")
                 waiting = next(rows, None)
             engine.more_is_coming = waiting is not None
+            stats, started = engine.stats, time.perf_counter()
+            before = stats.num_sampled_tokens, stats.num_scheduled_tokens
             for generation in engine.step():
                 answers[generation.index] = generation.token_ids
+            num_sampled = stats.num_sampled_tokens - before[0]
+            num_others = stats.num_scheduled_tokens - before[1] - num_sampled
+            costs.append((time.perf_counter() - started, num_sampled, num_others))
         return answers
 
-    return generate, lambda: {"stats": asdict(engine.stats), "engine": engine.describe()}
+    def facts() -> dict[str, Any]:
+        return {"stats": asdict(engine.stats), "engine": engine.describe(), "step_cost": step_cost(costs)}
+
+    return generate, facts
+
+
+def step_cost(costs: list[tuple[float, int, int]]) -> dict[str, float]:
+    """What a step takes, as `cbgen simulate` wants to know it: the line of least squares through all steps.
+
+    Args:
+        costs: of each step: seconds, tokens sampled, other tokens computed.
+    """
+    import numpy as np
+
+    seconds, num_sampled, num_others = np.array(costs, dtype=np.float64).reshape(-1, 3).T
+    columns = np.stack([np.ones_like(seconds), num_sampled, num_others], axis=1)
+    solution = np.linalg.lstsq(columns, 1000 * seconds, rcond=None)[0]
+    step_ms, row_ms, token_ms = (max(0.0, float(value)) for value in solution)
+    return {"step_ms": step_ms, "row_ms": row_ms, "prefill_ms_per_token": token_ms}
 
 
 if __name__ == "__main__":

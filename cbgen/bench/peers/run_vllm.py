@@ -34,8 +34,7 @@ def load(task: Task) -> tuple[Generate, Callable[[], dict[str, Any]]]:
 
     def generate(work: Task) -> Answers:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
-            for n in work.lengths
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in work.lengths
         ]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in work.prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
