@@ -109,3 +109,9 @@ class RowFailure(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.error = RowError(code, message)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -28,8 +28,9 @@ from cbgen.collection import no_collection, set_apart
 from cbgen.config import RunConfig
 from cbgen.data.addresses import redact
 from cbgen.data.feed import PromptFeed
-from cbgen.data.prompts import PromptBuilder, check_first_rows
+from cbgen.data.prompts import PromptBuilder
 from cbgen.data.readers import input_fraction, read_rows
+from cbgen.data.rendering import check_first_rows
 from cbgen.engine.model_files import ModelFiles, is_converted
 from cbgen.errors import EXIT_OK, EXIT_ROW_ERRORS, CbgenError, RowError, Stopped
 from cbgen.job import Job, Serving

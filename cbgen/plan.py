@@ -13,8 +13,8 @@ from typing import Any
 from cbgen.config import RunConfig
 from cbgen.data.addresses import redact
 from cbgen.data.openai import is_batch_line
-from cbgen.data.prompts import check_prompt_config
 from cbgen.data.readers import Source, check_inputs, read_rows
+from cbgen.data.rendering import check_prompt_config
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import ModelError, UsageError
 from cbgen.output.encoders import Encoder, declare_encoder, restore_encoder

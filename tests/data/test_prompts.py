@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from cbgen.config import PromptConfig
-from cbgen.data import prompts as prompts_module
-from cbgen.data.prompts import PromptBuilder, check_first_rows, check_prompt_config, compile_template
+from cbgen.data import tokenizing
+from cbgen.data.prompts import PromptBuilder
+from cbgen.data.rendering import check_first_rows, check_prompt_config
+from cbgen.data.templates import compile_template
 from cbgen.data.token_bounds import TokenBound
 from cbgen.errors import InputError, RowError, UsageError
 from cbgen.params import SamplingParams
@@ -422,7 +424,7 @@ def _bound_of(tokenizer: Any) -> TokenBound | None:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> CountingTokenizer:
-    monkeypatch.setattr(prompts_module, "find_token_bound", _bound_of)
+    monkeypatch.setattr(tokenizing, "find_token_bound", _bound_of)
     return CountingTokenizer(bos=True, chat_template="{{ bos_token }}{{ messages[0].content }}")
 
 
@@ -473,7 +475,7 @@ def test_tokenizer_is_called_with_about_a_million_characters_at_most() -> None:
 
 def test_bound_is_looked_for_only_when_a_text_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
-    monkeypatch.setattr(prompts_module, "find_token_bound", looked.append)
+    monkeypatch.setattr(tokenizing, "find_token_bound", looked.append)
     rows = [make_row(number, prompt="x" * size) for number, size in enumerate([10, 1000, 200_000, 300_000])]
 
     build(*rows[:2])
