@@ -197,8 +197,12 @@ class Scheduler:
         """Decide one step. Reserves blocks and moves sequences between the queues; no token id changes here."""
         budget = self.config.max_num_batched_tokens
         decodes, num_preempted = self._schedule_decodes()
+        # The last token of a prompt counts as prefill however its prompt was cut: kernels may sum the two differently.
+        is_prompt = self.table.num_computed_tokens[decodes] < self.table.num_prompt_tokens[decodes]
+        decodes = decodes[np.argsort(is_prompt, kind="stable")]
+        num_decodes = len(decodes) - int(is_prompt.sum())
         prefills, counts = self._schedule_prefills(budget - len(decodes))
-        output = SchedulerOutput(self.table, decodes, counts, [], len(decodes), num_preempted)
+        output = SchedulerOutput(self.table, decodes, counts, [], num_decodes, num_preempted)
         # When blocks just ran out, admitting now would only preempt again.
         new = [] if num_preempted else self._admit(budget - len(decodes) - int(counts.sum()), output)
         new_slots, new_counts = np.array(new, dtype=np.int64).reshape(-1, 2).T

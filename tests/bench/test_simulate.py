@@ -78,7 +78,7 @@ def test_prefill_costs_time_when_it_has_a_price():
 
 
 def test_each_row_costs_time_when_it_has_a_price():
-    """Static: four rows until the 20th step, then fewer; the fifth alone. Continuous: the same tokens in fewer steps."""
+    """The same tokens cost the same; static takes more steps for them."""
     workload = make_workload(FIVE_ROWS, row_ms=10.0)
     assert simulate(workload, "static").total_ms == 230 * 50 + sum(FIVE_ROWS) * 10
     assert simulate(workload, "continuous").total_ms == 200 * 50 + sum(FIVE_ROWS) * 10

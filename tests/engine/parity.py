@@ -69,6 +69,7 @@ def generate(loaded: LoadedModel, prompts: list[list[int]], num_tokens: int, **e
         serving.check_integrity()
     generate.cached_tokens = serving.stats.num_cached_tokens  # type: ignore[attr-defined]
     generate.preemptions = serving.stats.num_preemptions  # type: ignore[attr-defined]
+    generate.cached = serving.stats.num_cached_tokens  # type: ignore[attr-defined]
     return [answers[index] for index in range(len(prompts))]
 
 

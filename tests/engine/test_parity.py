@@ -73,20 +73,23 @@ def test_the_window_matters_to_these_models(tmp_path):
 @pytest.mark.parametrize("architecture", ["llama-ratio-3", "qwen3-ratio-4", "gemma2-softcap-window-8"])
 def test_bfloat16_rows_are_the_same_in_any_company(architecture, tmp_path):
     """Our kernels sum in an order that no neighbour changes: with them bfloat16 is exact, too, however rows are
-    batched, chunked, preempted and computed again.
+    batched, chunked, and served from the prefix cache.
     """
     loaded = prepare(parity.load(build_model(architecture, tmp_path), dtype="bfloat16"), set(), print)
     if loaded.packing != "native":
         pytest.skip("this CPU has no AVX512-BF16")
-    alone = parity.generate(loaded, _prompts(), NUM_TOKENS, max_num_seqs=1)
-    pool = SMALL_POOL_BLOCKS * bytes_per_block(loaded.layers, 16, loaded.dtype)
+    prompts = _prompts()
+    prompts += [prompts[-1][:length] for length in (16, 17, 32, 33, 34, 40)]  # all but one or two tokens are shared
+    alone = [parity.generate(loaded, [prompt], NUM_TOKENS, max_num_seqs=1)[0] for prompt in prompts]
     for engine in (
         {"max_num_seqs": 8, "max_num_batched_tokens": 200},
         {"max_num_seqs": 4, "max_num_batched_tokens": 7},
         {"max_num_seqs": 3, "batching": "static"},
-        {"max_num_seqs": 8, "max_model_len": 80, "kv_cache_memory": pool},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 1},
     ):
-        assert parity.generate(loaded, _prompts(), NUM_TOKENS, **engine) == alone, engine
+        assert parity.generate(loaded, prompts, NUM_TOKENS, **engine) == alone, engine
+    assert parity.generate.cached > 0
 
 
 def test_bfloat16_rows_do_not_depend_on_their_neighbours_much(tmp_path):
