@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cbgen.engine.model_files import cache_directory
 from tests.field_cases.cases import HERE, Case
 from tests.field_cases.checks import CHECKS, STEP_CHECKS, Checked
 from tests.field_cases.fork_client import call
@@ -113,13 +114,23 @@ class CaseRunner:
         return Outcome(code, errors.read_text("utf-8", "replace"))
 
     def _environment(self, case: Case, directory: Path) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("CBGEN_", "PYTEST_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "CBGEN_DISABLE" or not name.startswith(("CBGEN_", "PYTEST_"))
+        }
+        cache = directory / "cache"  # of the case alone, but for operators: they are compiled once for all
+        cache.mkdir(exist_ok=True)
+        compiled = cache_directory() / "native"
+        compiled.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (cache / "native").symlink_to(compiled)
         fork = f"{sys.executable} -IS {HERE / 'fork_client.py'} {self.socket}"
         real = f"{sys.executable} -m cbgen"
         return {
             **kept,
             "CBGEN": self._command or (real if case.id in _REAL_PROCESSES else fork),
-            "CBGEN_CACHE": str(directory / "cache"),
+            "CBGEN_CACHE": str(cache),
             "MODELS": str(self.models),
             "GGUF": str(self.models / "chain.gguf"),
             "CASE": str(case.directory),
