@@ -101,13 +101,18 @@ def build_model(name: str, directory: Path, **changes: Any) -> Path:
             "n_positions": 128,
             **{key: values[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
         }
-    config = getattr(transformers, class_name)(**values)
+    save_random_model(directory, class_name, values, spread=0.4)
+    return directory
+
+
+def save_random_model(directory: Path, config_class: str, values: dict[str, Any], *, spread: float) -> None:
+    """Write a model of this configuration whose matrices have this standard deviation; the same every time."""
+    config = getattr(transformers, config_class)(**values)
     torch.manual_seed(20)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(21)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if "norm" not in key and "ln_" not in key:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4)
+        for name, weight in model.named_parameters():
+            if "norm" not in name and "ln_" not in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
     model.save_pretrained(directory)
-    return directory

@@ -1,8 +1,7 @@
 """The models of the field cases, a few MB in all, built in seconds. `build_models(DIRECTORY)`.
 
-chain      A Llama whose next token depends on the current token alone: attention and MLP give nothing, embeddings are
-           one-hot, lm_head is a table. Greedy answers are known without running anything, so cases state exact text.
-           The last character of the prompt chooses the answer.
+chain      A table of what follows each token (`tests.table_model`). Greedy answers are known without running anything,
+           so cases state exact text. The last character of the prompt chooses the answer.
 chain_bos  Its tokenizer adds BOS by itself and its chat template writes BOS too.
 base       Tokenizer without chat template and without pad token.
 strict     Chat template that refuses system turns and roles that do not alternate.
@@ -21,19 +20,20 @@ tiny-*     Random weights (fixed seed, large): sensitive to positions, masks, wi
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import gguf
-import torch
-import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.models import save_random_model
+from tests.table_model import Rules, byte_tokenizer, byte_vocab, follow, special_tokens, spelled, table_model
 
 CONTEXT = 64
 BOS, EOS, EOT, PAD = "<|bos|>", "<|eos|>", "<|eot|>", "<|pad|>"
 SPECIALS = [BOS, EOS, EOT, "<|im_start|>", "<|im_end|>", PAD]
+_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 5}
 
 # -- chat templates: ChatML without the newline after <|im_end|>, so that a forgotten generation prompt shows ----------
 
@@ -66,7 +66,6 @@ _TEMPLATES = {
 
 # -- the table of the chain: what follows a token, with its logit ------------------------------------------------------
 
-Rules = dict[str, list[tuple[str, float]]]
 _PATHS = {  # trigger character -> tokens that follow, in order; every token is in one path only
     "1": [" alpha", " beta", " gamma", EOS],
     "2": [" one", " EN", "D|two", " three", EOS],  # the stop string END spans two tokens, "|two" must go
@@ -134,12 +133,11 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_models(directory: Path) -> None:
     """Write every model that is not there yet."""
-    alphabet = _byte_alphabet()
-    rules = _rules()
-    vocab = _vocab(rules, alphabet)
+    rules = spelled({**follow(_PATHS), **_RULES, EOT: [(" leak", 20.0)]}, SPECIALS)
+    vocab = byte_vocab(rules, SPECIALS)
     for name, template in _TEMPLATES.items():
         if not (directory / name).is_dir():
-            _build_chain(directory / name, template, vocab, rules, alphabet)
+            _build_chain(directory / name, template, vocab, rules)
     if not (directory / "spm").is_dir():
         _build_spm(directory / "spm")
     for name, (config_class, settings) in _TINY.items():
@@ -153,50 +151,12 @@ def build_models(directory: Path) -> None:
 # -- the chain models --------------------------------------------------------------------------------------------------
 
 
-def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable character for each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def _spell(token: str, alphabet: dict[int, str]) -> str:
-    if token in SPECIALS:
-        return token
-    is_byte = len(token) == 1 and 0x80 <= ord(token) <= 0xFF and token != "\u0085"
-    return "".join(alphabet[byte] for byte in (token.encode("latin-1") if is_byte else token.encode("utf-8")))
-
-
-def _rules() -> Rules:
-    rules: Rules = {}
-    for trigger, path in _PATHS.items():
-        for token, following in zip([trigger, *path], path, strict=False):
-            rules[token] = [(following, 20.0)]
-    return {**rules, **_RULES, EOT: [(" leak", 20.0)]}
-
-
-def _vocab(rules: Rules, alphabet: dict[int, str]) -> dict[str, int]:
-    vocab = {token: number for number, token in enumerate(SPECIALS)}
-    for byte in range(256):
-        vocab[alphabet[byte]] = len(vocab)
-    for token, following in rules.items():
-        for name in (token, *(target for target, _ in following)):
-            vocab.setdefault(_spell(name, alphabet), len(vocab))
-    return vocab
-
-
-def _build_chain(
-    directory: Path, template: str | None, vocab: dict[str, int], rules: Rules, alphabet: dict[int, str]
-) -> None:
+def _build_chain(directory: Path, template: str | None, vocab: dict[str, int], rules: Rules) -> None:
     name = directory.name
     _save_tokenizer(
         directory, vocab, template, bos=name == "chain_bos", pad=name != "base", extra=name in ("added", "mismatch")
     )
-    spelled = {
-        _spell(token, alphabet): [(_spell(target, alphabet), logit) for target, logit in following]
-        for token, following in rules.items()
-    }
-    model = _table_model({**vocab, "<|extra|>": len(vocab)} if name == "added" else vocab, spelled, EOS)
+    model = _table_model({**vocab, "<|extra|>": len(vocab)} if name == "added" else vocab, rules, EOS, **_IDS)
     model.generation_config = GenerationConfig(
         bos_token_id=0, eos_token_id=[vocab[EOS], vocab[EOT]], pad_token_id=vocab[PAD]
     )
@@ -219,11 +179,7 @@ def _save_tokenizer(
     pad: bool = True,
     extra: bool = False,
 ) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [*SPECIALS, "<|extra|>"] if extra else SPECIALS
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer = byte_tokenizer(vocab, [*SPECIALS, "<|extra|>"] if extra else SPECIALS)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocab[BOS])]
@@ -241,36 +197,10 @@ def _save_tokenizer(
     fast.save_pretrained(directory)
 
 
-def _table_model(vocab: dict[str, int], rules: Rules, eos: str, **token_ids: int | None) -> LlamaForCausalLM:
-    """A Llama that looks up the next token; what has no rule ends the text."""
-    size = len(vocab)
-    hidden = -(-size // 8) * 8
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=hidden,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-9,
-        **(token_ids or {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 5}),
-    )
-    model = LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(1.0 if "layernorm" in name else 0.0)
-        model.model.norm.weight.fill_(hidden**-0.5)  # the norm of a one-hot vector is one-hot again
-        model.model.embed_tokens.weight[:, :size] = torch.eye(size)
-        table = model.lm_head.weight  # [next, current]
-        for token, following in rules.items():
-            for target, logit in following:
-                table[vocab[target], vocab[token]] = logit
-        without_rule = table.abs().sum(dim=0)[:size] == 0
-        table[vocab[eos], :size] += 20.0 * without_rule
-    return model
+def _table_model(vocab: dict[str, int], rules: Rules, eos: str, **ids: int) -> LlamaForCausalLM:
+    """What has no rule ends the text."""
+    ending = {token: rules.get(token, [(eos, 20.0)]) for token in vocab}
+    return table_model(vocab, ending, max_position_embeddings=CONTEXT, **ids)
 
 
 def _build_gguf(path: Path, chain: Path, vocab: dict[str, int]) -> None:
@@ -319,8 +249,7 @@ def _build_spm(directory: Path) -> None:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    specials = ("<unk>", "<s>", "</s>")
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_special_tokens(special_tokens(["<unk>", "<s>", "</s>"]))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
@@ -329,15 +258,14 @@ def _build_spm(directory: Path) -> None:
         model_max_length=CONTEXT,
     ).save_pretrained(directory)
     hangul = ["<0xED>", "<0x95>", "<0x9C>"]
-    paths = (["1", space + "world", space + "again", "</s>"], ["2", *hangul, space + "end", "</s>"])
-    rules: Rules = {a: [(b, 20.0)] for path in paths for a, b in itertools.pairwise(path)}
+    rules = follow({"1": [space + "world", space + "again", "</s>"], "2": [*hangul, space + "end", "</s>"]})
     model = _table_model(vocab, rules, "</s>", bos_token_id=1, eos_token_id=2)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2)
     model.save_pretrained(directory)
 
 
 def _build_tiny(directory: Path, config_class: str, settings: dict[str, Any], vocab_size: int) -> None:
-    values: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 5}
+    values: dict[str, Any] = {"vocab_size": vocab_size, **_IDS}
     if config_class == "GPT2Config":
         values |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
     else:
@@ -352,12 +280,4 @@ def _build_tiny(directory: Path, config_class: str, settings: dict[str, Any], vo
             "initializer_range": 0.6,
             **settings,
         }
-    config = getattr(transformers, config_class)(**values)
-    torch.manual_seed(20)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(21)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name and "ln_" not in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
-    model.save_pretrained(directory)
+    save_random_model(directory, config_class, values, spread=0.5)
