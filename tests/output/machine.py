@@ -157,6 +157,23 @@ class Machine:
     def _renamed(self, path: Any, undo: Callable[[], None]) -> None:
         self.names.append((os.path.realpath(os.path.dirname(path) or "."), undo))
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Machine"]:
+        """Everything inside runs on this machine; its death ends it quietly."""
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in _ENCODERS:
+                patch.setattr(kind, "encode", self.wrap_encoder(kind.encode))
+            patch.setattr(ParquetEncoder, "join", self.wrap_encoder(ParquetEncoder.join))
+            for name in _STEPS:
+                patch.setattr(os, name, self.wrap(name))
+            for name in ("open", "close", "fsync", "unlink", "replace"):
+                patch.setattr(os, name, getattr(self, name))
+            try:
+                with contextlib.suppress(Killed):
+                    yield self
+            finally:
+                self.off()
+
     def off(self) -> None:
         for fd in list(self._open):
             self.close(fd)  # as the kernel does; locks go with it
@@ -190,20 +207,28 @@ def _tear(path: Path, durable: bytes, rng: random.Random) -> None:
     path.write_bytes(now[:kept] + bytes(rng.choice([0, len(now) - kept])))
 
 
-@contextlib.contextmanager
-def machine(dies_at: int | None = None, *, is_full: bool = False) -> Iterator[Machine]:
+def machine(dies_at: int | None = None, *, is_full: bool = False) -> contextlib.AbstractContextManager[Machine]:
     """Everything inside runs on a machine that dies at this call, or whose disk is full from it on."""
-    it = Machine(dies_at, is_full)
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in _ENCODERS:
-            patch.setattr(kind, "encode", it.wrap_encoder(kind.encode))
-        patch.setattr(ParquetEncoder, "join", it.wrap_encoder(ParquetEncoder.join))
-        for name in _STEPS:
-            patch.setattr(os, name, it.wrap(name))
-        for name in ("open", "close", "fsync", "unlink", "replace"):
-            patch.setattr(os, name, getattr(it, name))
-        try:
-            with contextlib.suppress(Killed):
-                yield it
-        finally:
-            it.off()
+    return Machine(dies_at, is_full).running()
+
+
+def deaths(root: Path, *, step: int = 1, is_full: bool = False, least: int = 0) -> Iterator[tuple[int, Path, Machine]]:
+    """A machine that dies at its first call, then one that dies at a later call, up to one that outlives its work.
+
+    Args:
+        root: where each gets an empty directory.
+        step: 2 tries every other call.
+        is_full: their disks are full from that call on, instead.
+        least: the work must make more calls than this, or it was not the work that is meant.
+
+    Yields:
+        The call, the directory, and the machine, which `Machine.running` starts.
+    """
+    for call in range(0, 10_000, step):
+        directory = root / str(call)
+        directory.mkdir()
+        it = Machine(call, is_full)
+        yield call, directory, it
+        if it.calls <= call:
+            break
+    assert call > least

@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from cbgen import pipeline
 from cbgen.config import ModelConfig, OutputConfig, ReportConfig, RunConfig
@@ -18,8 +17,6 @@ from cbgen.data.readers import check_inputs, read_rows
 from cbgen.data.sources import Source
 from cbgen.errors import RowError
 from cbgen.job import Serving
-from cbgen.output import journal as journal_module
-from cbgen.output import writers as writers_module
 from cbgen.output.encoders import CODECS, Encoder, declare_encoder, restore_encoder
 from cbgen.output.formats import RecordFormat
 from cbgen.output.journal import Record
@@ -36,12 +33,6 @@ FINGERPRINT = {"model": "m", "temperature": 0.5}
 SIGNATURES = [[1, 2]]
 
 Answer = Callable[[Row], Completion | RowError]
-
-
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments and appended pieces of a few records, so that short jobs see many of them."""
-    monkeypatch.setattr(journal_module, "_SEGMENT_BYTES", 300)
-    monkeypatch.setattr(writers_module, "_APPEND_BYTES", 200)
 
 
 def answer(row: Row) -> Completion | RowError:
@@ -162,12 +153,14 @@ class Mini:
             with OrderedWriter(sidecar, state, SIGNATURES) as writer:
                 missing = [row for row in self.rows(count)[state.rows :] if not writer.recovered(row)]
                 rng.shuffle(missing)
-                for row in missing[:stop_after]:
-                    writer.put(row, record_of(row, self.config, give, encoder))
-                    writer.flush()
-                    generated.append(row.index)
-                    if rng.random() < commit_share:
-                        writer.commit()
+                put_all(
+                    writer,
+                    missing[:stop_after],
+                    lambda row: record_of(row, self.config, give, encoder),
+                    generated,
+                    rng,
+                    commit_share,
+                )
                 if stop_after is None:
                     writer.finish()
         return generated
@@ -187,12 +180,7 @@ class Mini:
             with RetryWriter(sidecar, state, failed) as writer:
                 missing = [row for row in self.rows() if row.index in failed and not writer.recovered(row)]
                 rng.shuffle(missing)
-                for row in missing:
-                    writer.put(row, record_of(row, self.config, give, encoder))
-                    writer.flush()
-                    generated.append(row.index)
-                    if rng.random() < 0.5:
-                        writer.commit()
+                put_all(writer, missing, lambda row: record_of(row, self.config, give, encoder), generated, rng, 0.5)
                 state = writer.finish()
             if not goes_on:
                 return generated
@@ -238,15 +226,29 @@ def work(
         with OrderedWriter(sidecar, state, SIGNATURES) as writer:
             missing = [row for row in rows[state.rows :] if not writer.recovered(row)]
             rng.shuffle(missing)
-            for row in missing[:stop_after]:
-                writer.put(row, record_of(row, config, give))
-                writer.flush()
-                generated.append(row.index)
-                if rng.random() < commit_share:
-                    writer.commit()
+            put_all(
+                writer, missing[:stop_after], lambda row: record_of(row, config, give), generated, rng, commit_share
+            )
             if stop_after is None:
                 writer.finish()
     return generated
+
+
+def put_all(
+    writer: OrderedWriter | RetryWriter,
+    rows: list[Row],
+    record: Callable[[Row], Record],
+    generated: list[int],
+    rng: random.Random,
+    commit_share: float,
+) -> None:
+    """Give every row to the writer, note it as generated, and commit after some."""
+    for row in rows:
+        writer.put(row, record(row))
+        writer.flush()
+        generated.append(row.index)
+        if rng.random() < commit_share:
+            writer.commit()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import pytest
 from cbgen.errors import RefusedError
 from cbgen.output import locks
 from cbgen.output.locks import OutputLock
-from tests.output.miniature import KINDS, Mini, config_for, read, rows_of, small_files, work
+from tests.output.miniature import KINDS, Mini, config_for, read, rows_of, work
 
 HERE = socket.gethostname()
 
@@ -215,11 +215,8 @@ def test_renewal_changes_the_lease_so_that_others_see_it_live(tmp_path: Path) ->
         assert lease(tmp_path)["pid"] == os.getpid()
 
 
-@pytest.mark.usefixtures("no_flock")
-def test_output_under_a_lease_is_the_same_and_the_lease_is_gone_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_files(monkeypatch)
+@pytest.mark.usefixtures("no_flock", "small_files")
+def test_output_under_a_lease_is_the_same_and_the_lease_is_gone_afterwards(tmp_path: Path) -> None:
     for kind in KINDS:
         job = Mini(tmp_path / kind, kind, 7)
         job.work(stop_after=4)

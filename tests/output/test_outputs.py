@@ -10,15 +10,12 @@ from cbgen.config import OutputConfig
 from cbgen.errors import CbgenError, UsageError
 from cbgen.output.outputs import make_output
 from cbgen.output.places import Place
-from tests.output.machine import machine
-from tests.output.miniature import Mini, answer, small_files
+from tests.output.machine import deaths, machine
+from tests.output.miniature import Mini, answer
+
+pytestmark = pytest.mark.usefixtures("small_files")
 
 NUM_ROWS = 7
-
-
-@pytest.fixture(autouse=True)
-def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_files(monkeypatch)
 
 
 def unbroken(directory: Path, kind: str, num_rows: int = NUM_ROWS, **options: Any) -> list[dict[str, Any]]:
@@ -63,19 +60,16 @@ def test_input_that_grows_again_and_again_ends_in_the_same_rows(tmp_path: Path, 
 
 def test_killed_at_every_call_it_ends_in_the_same_rows_and_nothing_is_done_twice(tmp_path: Path, kind: str) -> None:
     expected = unbroken(tmp_path, kind)
-    for call in range(10_000):
-        job = Mini(tmp_path / str(call), kind, NUM_ROWS)
+    for call, directory, it in deaths(tmp_path, least=40):
+        job = Mini(directory, kind, NUM_ROWS)
         finished: list[int] = []
-        with machine(dies_at=call) as it:
+        with it.running():
             job.work(generated=finished)
 
         again = job.work(seed=1)
 
         assert job.decoded() == expected, f"killed at call {call}"
         assert not set(again) & set(finished), f"killed at call {call}"
-        if it.calls <= call:
-            break
-    assert call > 40
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,12 +106,12 @@ def test_power_cut_ends_in_the_same_rows_and_loses_nothing_that_was_committed(
 
 def test_disk_that_is_full_from_any_call_on_is_one_sentence_and_loses_nothing(tmp_path: Path, kind: str) -> None:
     expected = unbroken(tmp_path, kind)
-    for call in range(0, 10_000, 2):
-        job = Mini(tmp_path / str(call), kind, NUM_ROWS)
+    for call, directory, it in deaths(tmp_path, step=2, is_full=True):
+        job = Mini(directory, kind, NUM_ROWS)
         finished: list[int] = []
         failure = None
         try:
-            with machine(dies_at=call, is_full=True) as it:
+            with it.running():
                 job.work(generated=finished)
         except CbgenError as error:
             failure = str(error)
@@ -127,8 +121,6 @@ def test_disk_that_is_full_from_any_call_on_is_one_sentence_and_loses_nothing(tm
 
         assert job.decoded() == expected, f"full at call {call}"
         assert not set(again) & set(finished), f"full at call {call}"
-        if it.calls <= call:
-            break
 
 
 def test_machine_leaves_the_calls_of_an_unbroken_run_alone(tmp_path: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cbgen.errors import CbgenError, RefusedError
 from cbgen.output.retry import RetryWriter
-from tests.output.machine import machine
+from tests.output.machine import deaths, machine
 from tests.output.miniature import (
     Command,
     Mini,
@@ -21,16 +21,12 @@ from tests.output.miniature import (
     rows_of,
     saved_state,
     sidecar_of,
-    small_files,
 )
+
+pytestmark = pytest.mark.usefixtures("small_files")
 
 NUM_ROWS = 9  # rows 3 and 8 fail; row 8 is good at the second try
 FAILED = [3, 8]
-
-
-@pytest.fixture(autouse=True)
-def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_files(monkeypatch)
 
 
 def finished(directory: Path, kind: str, num_rows: int = NUM_ROWS) -> Mini:
@@ -112,10 +108,10 @@ def test_retry_before_the_end_of_a_job_whose_rows_are_all_there(tmp_path: Path, 
 
 def test_killed_at_every_call_of_a_retry_it_goes_on_and_does_nothing_twice(tmp_path: Path, kind: str) -> None:
     expected = mended(tmp_path, kind)
-    for call in range(10_000):
-        job = finished(tmp_path / str(call), kind)
+    for call, directory, it in deaths(tmp_path, least=20):
+        job = finished(directory, kind)
         generated: list[int] = []
-        with machine(dies_at=call) as it:
+        with it.running():
             job.retry(generated=generated)
 
         again = job.retry(seed=1)
@@ -125,24 +121,19 @@ def test_killed_at_every_call_of_a_retry_it_goes_on_and_does_nothing_twice(tmp_p
         assert job.decoded() == expected.decoded(), f"killed at call {call}"
         state, right = saved_state(job.config), saved_state(expected.config)
         assert (state.tally.errors, state.good_digest) == (right.tally.errors, right.good_digest), f"at call {call}"
-        if it.calls <= call:
-            break
-    assert call > 20
 
 
 def test_killed_during_a_retry_a_plain_run_goes_on_too(tmp_path: Path, kind: str) -> None:
     before, expected = finished(tmp_path / "before", kind).decoded(), mended(tmp_path, kind).decoded()
-    for call in range(0, 10_000, 2):
-        job = finished(tmp_path / str(call), kind)
-        with machine(dies_at=call) as it:
+    for call, directory, it in deaths(tmp_path, step=2):
+        job = finished(directory, kind)
+        with it.running():
             job.retry()
 
         assert job.work() == []
 
         assert job.decoded() in (before, expected), f"killed at call {call}"
         assert saved_state(job.config).tally.num_errors == sum(row["error"] is not None for row in job.decoded())
-        if it.calls <= call:
-            break
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -162,11 +153,11 @@ def test_power_cut_during_a_retry(tmp_path: Path, kind: str, seed: int) -> None:
 
 def test_full_disk_during_a_retry_loses_nothing(tmp_path: Path, kind: str) -> None:
     expected = mended(tmp_path, kind).decoded()
-    for call in range(0, 10_000, 3):
-        job = finished(tmp_path / str(call), kind)
+    for call, directory, it in deaths(tmp_path, step=3, is_full=True):
+        job = finished(directory, kind)
         failure = None
         try:
-            with machine(dies_at=call, is_full=True) as it:
+            with it.running():
                 job.retry()
         except CbgenError as error:
             failure = str(error)
@@ -175,8 +166,6 @@ def test_full_disk_during_a_retry_loses_nothing(tmp_path: Path, kind: str) -> No
         job.retry()
 
         assert job.decoded() == expected, f"full at call {call}"
-        if it.calls <= call:
-            break
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -14,15 +14,12 @@ from cbgen.config import OutputConfig
 from cbgen.errors import CbgenError, InputError, RefusedError
 from cbgen.output.outputs import FileOutput, Output, PartsOutput
 from cbgen.output.writers import OrderedWriter
-from tests.output.machine import machine
-from tests.output.miniature import Command, Mini, decoded, long_answer, sidecar_of, small_files
+from tests.output.machine import deaths
+from tests.output.miniature import Command, Mini, decoded, long_answer, sidecar_of
+
+pytestmark = pytest.mark.usefixtures("small_files")
 
 PROMPTS = [f"prompt {index}" + "~" * (index % 4 == 2) for index in range(11)]
-
-
-@pytest.fixture(autouse=True)
-def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_files(monkeypatch)
 
 
 def flipped(data: bytes, place: int) -> bytes:
@@ -227,12 +224,12 @@ def contents(config: OutputConfig) -> list[str]:
 def test_killed_at_every_call_of_an_overwrite_the_old_rows_are_there_and_never_among_the_new(
     tmp_path: Path, kind: str
 ) -> None:
-    for call in range(10_000):
-        job = Mini(tmp_path / str(call), kind, 7)
+    for call, directory, it in deaths(tmp_path, least=10):
+        job = Mini(directory, kind, 7)
         job.work()
         old = contents(job.config)
         job.config = replace(job.config, overwrite=True)
-        with machine(dies_at=call) as it:
+        with it.running():
             job.work(give=long_answer, stop_after=5)
         job.config = replace(job.config, overwrite=False)
 
@@ -242,9 +239,6 @@ def test_killed_at_every_call_of_an_overwrite_the_old_rows_are_there_and_never_a
             completions = [str(row["completion"]) for row in job.decoded()]
             assert len(set(completions)) == 1 or completions == old, f"killed at call {call}"
         assert set(old) <= set(contents(job.config)) | set(begun), f"killed at call {call}"
-        if it.calls <= call:
-            break
-    assert call > 10
 
 
 def test_overwrite_makes_a_backup_of_a_directory_with_all_its_parts(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import errno
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from cbgen.output.state import State, add_row
 from cbgen.output.writers import OrderedWriter
 from cbgen.records import Completion, Position, Row, Tally
 from tests.helpers import make_row
-from tests.output.machine import fast_directory, machine
+from tests.output.machine import deaths, machine
 from tests.output.miniature import (
     FINGERPRINT,
     SIGNATURES,
@@ -37,15 +36,8 @@ from tests.output.miniature import (
     rows_of,
     saved_state,
     sidecar_of,
-    small_files,
     work,
 )
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with fast_directory(tmp_path) as directory:
-        yield directory
 
 
 def started(config: OutputConfig, rows: list[Row], stop_after: int, seed: int = 0) -> list[int]:
@@ -56,11 +48,9 @@ def started(config: OutputConfig, rows: list[Row], stop_after: int, seed: int = 
 # -- in order ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("seed", range(40))
-def test_any_completion_order_gives_the_output_in_input_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    small_files(monkeypatch)
+def test_any_completion_order_gives_the_output_in_input_order(tmp_path: Path, seed: int) -> None:
     config, rows = config_for(tmp_path), rows_of(20)
 
     generated = work(config, rows, seed=seed)
@@ -69,11 +59,9 @@ def test_any_completion_order_gives_the_output_in_input_order(
     assert read(config) == output_of(rows, config)
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("seed", range(10))
-def test_each_commit_leaves_exactly_the_gap_free_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    small_files(monkeypatch)
+def test_each_commit_leaves_exactly_the_gap_free_prefix(tmp_path: Path, seed: int) -> None:
     config, rows = config_for(tmp_path), rows_of(12)
     order = random.Random(seed).sample(rows, 12)
 
@@ -168,31 +156,24 @@ def test_tick_commits_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.
 # -- kills and power cuts ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_every_system_call_it_recovers_and_generates_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    small_files(monkeypatch)
+def test_killed_at_every_system_call_it_recovers_and_generates_nothing_twice(tmp_path: Path, seed: int) -> None:
     rows = rows_of(9)
-    for call in range(10_000):
-        directory = tmp_path / str(call)
-        directory.mkdir()
+    for call, directory, it in deaths(tmp_path, least=40):
         config, finished = config_for(directory), list[int]()
-        with machine(dies_at=call) as it:
+        with it.running():
             work(config, rows, seed=seed, generated=finished)
 
         again = work(config, rows, seed=seed + 1)
 
         assert read(config) == output_of(rows, config), f"killed at call {call}"
         assert not set(again) & set(finished), f"killed at call {call}"
-        if it.calls <= call:
-            break
-    assert call > 40
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("seed", range(40))
-def test_killed_again_and_again_it_still_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    small_files(monkeypatch)
+def test_killed_again_and_again_it_still_recovers(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, rows, finished = config_for(tmp_path), rows_of(30), set[int]()
     for life in range(30):
@@ -207,11 +188,9 @@ def test_killed_again_and_again_it_still_recovers(tmp_path: Path, monkeypatch: p
     assert read(config) == output_of(rows, config)
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("seed", range(80))
-def test_power_cut_loses_at_most_what_was_never_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    small_files(monkeypatch)
+def test_power_cut_loses_at_most_what_was_never_synced(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, rows = config_for(tmp_path), rows_of(20)
     committed: list[int] = []
@@ -233,33 +212,28 @@ def test_power_cut_loses_at_most_what_was_never_synced(
     assert read(config) == output_of(rows, config)
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("stop_after", [1, 5, 9])
 @pytest.mark.parametrize("names_first", ["run.json", "state.json", "wal"])
 def test_killed_while_overwriting_it_never_mixes_the_old_job_into_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_first: str, stop_after: int
 ) -> None:
-    small_files(monkeypatch)
     listed = Path.iterdir
     monkeypatch.setattr(
         Path, "iterdir", lambda path: iter(sorted(listed(path), key=lambda p: (not p.name.startswith(names_first), p)))
     )
     rows, new = rows_of(9), {"model": "new"}
-    for call in range(10_000):
-        directory = tmp_path / str(call)
-        directory.mkdir()
+    for call, directory, it in deaths(tmp_path, least=10):
         config = config_for(directory)
         work(config, rows, give=old_answer, stop_after=stop_after)
         old = read(config)
-        with machine(dies_at=call) as it:
+        with it.running():
             work(config_for(directory, overwrite=True), rows, fingerprint=new, stop_after=4)
 
         with contextlib.suppress(RefusedError):  # as good an answer as going on
             work(config, rows, fingerprint=new)
             assert read(config) == output_of(rows, config), f"killed at call {call}"
         assert not old or any(path.read_bytes() == old for path in directory.glob("out.jsonl*") if path.is_file())
-        if it.calls <= call:
-            break
-    assert call > 10
 
 
 def old_answer(row: Row) -> Completion:
@@ -351,27 +325,21 @@ def test_rows_that_wait_in_the_journal_survive_a_shortened_output(tmp_path: Path
     assert read(config) == output_of(rows, config)
 
 
-def test_killed_after_a_repair_every_row_is_still_whole_though_answers_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_files")
+def test_killed_after_a_repair_every_row_is_still_whole_though_answers_differ(tmp_path: Path) -> None:
     """Redone rows need not have the bytes they had: sampling on another device, say."""
-    small_files(monkeypatch)
     rows = rows_of(9)
-    for call in range(10_000):
-        directory = tmp_path / str(call)
-        directory.mkdir()
+    for call, directory, it in deaths(tmp_path):
         config = config_for(directory)
         work(config, rows)
         os.truncate(config.path, len(read(config)) // 3)
-        with machine(dies_at=call) as it:
+        with it.running():
             work(config, rows, give=long_answer, commit_share=0)
 
         work(config, rows)
 
         prompts = [orjson.loads(line)["prompt"] for line in read(config).splitlines()]
         assert prompts == [row.columns["prompt"] for row in rows], f"killed at call {call}"
-        if it.calls <= call:
-            break
 
 
 def test_row_that_changed_after_it_was_finished_is_refused_with_its_place(tmp_path: Path) -> None:
