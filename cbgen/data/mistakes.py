@@ -17,18 +17,21 @@ from cbgen.data.lines import loads, without_marks
 from cbgen.errors import InputError
 
 SNIFF_BYTES = 1 << 16
+_OTHER_COMPRESSION = {
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ\x00": ("xz", "unxz"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"\x1f\x9d": ("compress", "uncompress"),
+}
 _FORMATS = {
+    **{
+        magic: (f"compressed with {name}", f"use gzip or zstd instead, or `{tool}` it first")
+        for magic, (name, tool) in _OTHER_COMPRESSION.items()
+    },
     b"PK\x03\x04": ("a zip archive or an Office document", "unpack it, or export its table as JSON lines"),
-    b"BZh": ("compressed with bzip2", "use gzip or zstd instead, or `bunzip2` it first"),
-    b"\xfd7zXZ\x00": ("compressed with xz", "use gzip or zstd instead, or `unxz` it first"),
-    b"\x04\x22\x4d\x18": ("compressed with lz4", "use gzip or zstd instead, or `unlz4` it first"),
     b"7z\xbc\xaf\x27\x1c": ("a 7-Zip archive", "unpack it first"),
     b"Rar!": ("a RAR archive", "unpack it first"),
-    b"\x1f\x9d": ("compressed with compress", "use gzip or zstd instead, or `uncompress` it first"),
-    b"SQLite format 3\x00": (
-        "an SQLite database",
-        "export a table with `sqlite3 -json | jq -c '.[]'`",
-    ),
+    b"SQLite format 3\x00": ("an SQLite database", "export a table with `sqlite3 -json | jq -c '.[]'`"),
     b"%PDF": ("a PDF document", "give a file of rows instead"),
     b"ARROW1": ("an Arrow IPC file", "write it as Parquet"),
     b"Obj\x01": ("an Avro file", "write it as Parquet or JSON lines"),
