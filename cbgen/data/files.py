@@ -7,7 +7,6 @@ object, whole or not at all.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import shutil
 import stat
@@ -22,6 +21,7 @@ from pyarrow import fs
 
 from cbgen.data.addresses import base_name, child_path, is_uri, local_path, redact
 from cbgen.data.filesystems import Result, Sleep, open_filesystem, reason, with_retries
+from cbgen.data.ranges import RangedFile
 from cbgen.errors import InputError
 
 READ_BYTES = 8 << 20
@@ -189,7 +189,7 @@ def _publish_locally(target: Path, write: Callable[[Path], object]) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(RangedFile):
     """A remote file, read by ranges: one `read` is one request, tried again on a file opened anew if it fails.
 
     Args:
@@ -203,49 +203,18 @@ class RemoteFile(io.RawIOBase):
         self._sleep = sleep
         self._filesystem, self._path = open_filesystem(uri)
         self._file: pa.NativeFile | None = None
-        self._position = 0
         self._size: int | None = None
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: 0}[whence]
-        self._position = max(0, offset + (self.size() if whence == os.SEEK_END else base))
-        return self._position
-
     def size(self) -> int:
-        """Bytes in all.
-
-        Raises:
-            OSError: the file is not there, or cannot be asked for.
-        """
         if self._size is None:
             self._size = int(with_retries(lambda: self._opened().size(), self._sleep, self._reopen))
         return self._size
 
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.size() - self._position)
-        count = left if size is None or size < 0 else min(size, left)
-        if not count:
-            return b""
-        data = with_retries(lambda: self._read_range(count), self._sleep, self._reopen)
-        self._position += count
-        return data
+    def read_range(self, position: int, count: int) -> bytes:
+        return with_retries(lambda: self._try_range(position, count), self._sleep, self._reopen)
 
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _read_range(self, count: int) -> bytes:
-        data = bytes(self._opened().read_at(count, self._position))
+    def _try_range(self, position: int, count: int) -> bytes:
+        data = bytes(self._opened().read_at(count, position))
         if len(data) < count:
             raise OSError(errno.EIO, f"{redact(self._uri)} ended {count - len(data)} bytes early")
         return data

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
+from cbgen.data.ranges import RangedFile
 from cbgen.errors import BrokenInputError, InputError
 
 _BLOCK_BYTES = 1 << 20
@@ -109,33 +110,19 @@ class Spooled:
         return io.BufferedReader(_Shared(self._file.fileno(), self.size), _BUFFER_BYTES)
 
 
-class _Shared(io.RawIOBase):
+class _Shared(RangedFile):
     """A position of its own in an open file."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         super().__init__()
         self._descriptor = descriptor
         self._size = size
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
+    def size(self) -> int:
+        return self._size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        data = os.pread(self._descriptor, len(buffer), self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    def read_range(self, position: int, count: int) -> bytes:
+        return os.pread(self._descriptor, count, position)
 
 
 class _Continued(io.RawIOBase):
