@@ -75,10 +75,10 @@ ENGINES = {
             "hf-cb",
             "run_hf_cb",
             _points(max_requests=(16, 64), max_batch_tokens=(256, 1024)),
-            grid_share=0.5,
+            grid_share=0.25,
             prefix_knob="prefix_caching",
         ),
-        _engine("hf-generate", "run_hf_generate", _points(batch_size=(8, 16, 32, 64)), grid_share=0.5),
+        _engine("hf-generate", "run_hf_generate", _points(batch_size=(8, 16, 32, 64)), grid_share=0.25),
     )
 }
 """By name. The grids are what the README's table says."""

@@ -128,6 +128,7 @@ def _distance(loaded: LoadedModel, exact: LoadedModel) -> float:
     from cbgen.engine.loader import forward
     from cbgen.engine.model_input import ModelInput
     from cbgen.engine.operators.backend import PagedBackend
+    from cbgen.engine.sampling_input import SamplingInput
 
     for parameter in exact.model.parameters():
         parameter.data.copy_(parameter.data.bfloat16().float())
@@ -138,6 +139,7 @@ def _distance(loaded: LoadedModel, exact: LoadedModel) -> float:
         step = ModelInput(
             ids, np.arange(num_tokens), np.arange(num_tokens), np.array([0, num_tokens], dtype=np.int32),
             np.array([num_tokens], dtype=np.int32), np.arange(3, dtype=np.int32)[None], 0, np.arange(num_tokens), [],
+            SamplingInput.from_sequences([]),
         )  # fmt: skip
         backend = PagedBackend(
             model.operators,
