@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench-batching bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz
+.PHONY: help setup run test lint types check parity chaos bench bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,8 +52,8 @@ fuzz: setup ## 100,000 arbitrary inputs through everything but the model
 	CBGEN_EXAMPLES=100000 $(BIN)/python -m pytest -q -k test_any_ tests/test_property.py tests/data/test_lines.py \
 		tests/data/test_readers.py tests/data/test_openai.py $(ARGS)
 
-bench-batching: setup ## continuous against static batching on a ragged workload
-	$(BIN)/python -m tests.benchmarks.continuous_vs_static $(ARGS)
+bench: setup ## engines on the same work, in turn, beside what this machine could do
+	$(BIN)/cbgen bench $(ARGS)
 
 bench-host: setup ## host time of a step at 256 running rows
 	$(BIN)/python -m tests.benchmarks.host_time $(ARGS)

@@ -61,12 +61,12 @@ class OneDnnLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """See `Linear.forward`."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         num_rows = rows.shape[0]
         if num_rows % _TILE_ROWS:
             rows = F.pad(rows, (0, 0, 0, -num_rows % _TILE_ROWS))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return out[:num_rows].view(*x.shape[:-1], -1)
+        return out[:num_rows].view(*x.shape[:-1], out.shape[-1])
 
 
 class NativeLinear(Linear):
@@ -80,9 +80,9 @@ class NativeLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """See `Linear.forward`."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         out = torch.empty(rows.shape[0], self.packed.num_columns, dtype=x.dtype)
-        return self.gemm.linear(rows, self.packed, self.bias, out).view(*x.shape[:-1], -1)
+        return self.gemm.linear(rows, self.packed, self.bias, out).view(*x.shape[:-1], self.packed.num_columns)
 
     def add_to(self, x: Tensor, residual: Tensor) -> None:
         """See `Linear.add_to`; one pass, rounded once."""

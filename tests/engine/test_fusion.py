@@ -173,6 +173,9 @@ def test_forms_of_linear_layers_compute_alike(packing, has_bias):
         total = residual.double() + torch.cat(expected, dim=-1)[0]
         joined.add_to(x[0], residual)
         torch.testing.assert_close(residual.double(), total, rtol=2**-6, atol=1e-2)
+        for shape in ((1, 0, 64), (0, 64)):  # a step in which no row samples has no logits to compute
+            assert joined(torch.empty(shape, dtype=torch.bfloat16)).shape == (*shape[:-1], 96)
+        assert gated(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 48)
     kinds = {"native": (NativeLinear, PlainLinear), "onednn": (OneDnnLinear,), "none": (PlainLinear,)}
     assert isinstance(joined, kinds[packing])
 

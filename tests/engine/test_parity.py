@@ -87,6 +87,7 @@ def test_bfloat16_rows_are_the_same_in_any_company(architecture, tmp_path):
         {"max_num_seqs": 3, "batching": "static"},
         {"max_num_seqs": 8, "max_num_batched_tokens": 16},
         {"max_num_seqs": 1},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 8},  # steps in which nobody samples
     ):
         assert parity.generate(loaded, prompts, NUM_TOKENS, **engine) == alone, engine
     assert parity.generate.cached > 0
