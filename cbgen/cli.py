@@ -401,7 +401,7 @@ def bench(
     cbgen bench --engines cbgen,vllm --peer-python vllm=venvs/vllm/bin/python
     cbgen bench --workload W3 --dtype float32 --engines cbgen:order=longest,cbgen:order=file
     """
-    from cbgen.bench import compare, report
+    from cbgen.bench import compare, comparison, document, report
     from cbgen.bench import engines as known
 
     try:
@@ -414,13 +414,13 @@ def bench(
     for option_, path in (("--json", json_file), ("--svg", svg)):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{option_} {path}: no such directory")
-    comparison = compare.compare(compare.BenchConfig(engines=chosen, pythons=pythons, **values), _note)
-    click.echo(report.format_comparison(comparison))
+    result = compare.compare(comparison.BenchConfig(engines=chosen, pythons=pythons, **values), _note)
+    click.echo(report.format_comparison(result))
     if json_file:
-        _write("--json", json_file, json.dumps(compare.as_document(comparison), indent=2) + "\n")
+        _write("--json", json_file, json.dumps(document.as_document(result), indent=2) + "\n")
     if svg:
-        _write("--svg", svg, report.render_svg(comparison))
-    sys.exit(EXIT_OK if comparison.reference is not None else CbgenError.exit_code)
+        _write("--svg", svg, report.render_svg(result))
+    sys.exit(EXIT_OK if result.reference is not None else CbgenError.exit_code)
 
 
 def _peer_python(text: str, known: Iterable[str]) -> tuple[str, str]:

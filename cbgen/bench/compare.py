@@ -12,112 +12,24 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import platform
-import statistics
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cbgen
+from cbgen.bench.comparison import BenchConfig, Comparison, Entry
 from cbgen.bench.engines import PEERS_DIRECTORY, Engine, Knobs, describe_knobs
-from cbgen.bench.roofline import Bound, Machine, ModelShape, bound, continuous_steps
+from cbgen.bench.findings import BLOCK, find
+from cbgen.bench.roofline import Machine, ModelShape, bound
 from cbgen.bench.runner import EngineFailure, Measurement, ask, run_engine
-from cbgen.bench.simulate import Workload as Schedule
-from cbgen.bench.simulate import simulate
-from cbgen.bench.workloads import Scale, Workload, make_workload, random_ids, shareable_tokens
+from cbgen.bench.workloads import Workload, make_workload, random_ids, shareable_tokens
 from cbgen.errors import CbgenError, UsageError
 
 Tell = Callable[[str], None]
 _DEFAULT_SLOTS = 64  # of the bound, when none of our own engines ran
 _LEAST_GRID_ROWS = 16
-_BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What is compared, and on what.
-
-    Attributes:
-        engines: in the order in which they take turns.
-        slots: of our own engines; None is their default.
-        pythons: interpreter by kind of engine, where it is not this one.
-        time_limit: seconds for one run, loading included.
-    """
-
-    engines: list[Engine]
-    workload: str = "W1"
-    scale: Scale = "small"
-    rows: int | None = None
-    seed: int = 0
-    model: str = "demo"
-    shape: str | None = None
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    slots: int | None = None
-    repeats: int = 3
-    pythons: Mapping[str, str] = field(default_factory=dict)
-    time_limit: float = 1800.0
-
-
-@dataclass(slots=True)
-class Entry:
-    """One engine's runs. `reason` says why it has none, with `status` `skipped` or `failed`."""
-
-    engine: Engine
-    knobs: Knobs = field(default_factory=dict)
-    runs: list[Measurement] = field(default_factory=list)
-    tried: list[tuple[Knobs, float]] = field(default_factory=list)
-    status: str = "ok"
-    reason: str = ""
-
-    @property
-    def speeds(self) -> list[float]:
-        """Output tokens a second of each run, in the order of the rounds."""
-        return [run.tokens_per_second for run in self.runs]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.speeds)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(run.peak_bytes for run in self.runs)
-
-    @property
-    def middle_run(self) -> Measurement:
-        """The run whose speed is the median, or next below it."""
-        return sorted(self.runs, key=lambda run: run.tokens_per_second)[(len(self.runs) - 1) // 2]
-
-
-@dataclass(slots=True)
-class Comparison:
-    """All that is reported.
-
-    Attributes:
-        prompts: [N] token ids of each row.
-        findings: sentences about what the figures mean, in the order to print.
-    """
-
-    config: BenchConfig
-    workload: Workload
-    prompts: list[list[int]]
-    model: str
-    threads: int
-    machine: Machine
-    model_shape: ModelShape
-    entries: list[Entry]
-    slots: int
-    bound: Bound
-    findings: list[str] = field(default_factory=list)
-    probe: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def reference(self) -> Entry | None:
-        """What others are compared with: our engine as it is by default, else the first that ran."""
-        ran = [entry for entry in self.entries if entry.runs]
-        return next((entry for entry in ran if entry.engine.name == "cbgen"), ran[0] if ran else None)
 
 
 def compare(config: BenchConfig, tell: Tell) -> Comparison:
@@ -144,13 +56,12 @@ def compare(config: BenchConfig, tell: Tell) -> Comparison:
     machine = Machine(probe["bandwidth"], probe["flops"])
     slots = _slots(config, entries)
     lengths = workload.lengths.tolist()
-    shared = shareable_tokens(prompts, _BLOCK) if workload.shares_prefixes else 0
+    shared = shareable_tokens(prompts, BLOCK) if workload.shares_prefixes else 0
     limit = bound(shape, machine, [len(ids) for ids in prompts], lengths, slots, shared)
     comparison = Comparison(
         config, workload, prompts, prepared["description"], threads, machine, shape, entries, slots, limit, probe=probe
     )
-    comparison.findings = [*_batching_gain(comparison), *_cache_use(comparison), *_orders(comparison)]
-    comparison.findings += [*_host_share(comparison), *_same_ids(comparison)]
+    comparison.findings = find(comparison)
     return comparison
 
 
@@ -328,179 +239,3 @@ def _slots(config: BenchConfig, entries: list[Entry]) -> int:
     if plain is None:
         return config.slots or _DEFAULT_SLOTS
     return int(plain.runs[0].facts["engine"]["max_num_seqs"])
-
-
-# -- what the figures mean --------------------------------------------------------------------------------------------
-
-
-def predicted_gain(lengths: list[int], slots: int, prompt_lengths: list[int], cost: Mapping[str, float]) -> float:
-    """Time of static over time of continuous batching in file order, by the real scheduler on a virtual clock.
-
-    Args:
-        lengths, prompt_lengths: [N] tokens of each row.
-        slots: rows at once.
-        cost: of a step: `step_ms`, `row_ms`, `prefill_ms_per_token`.
-
-    Raises:
-        ValueError: too large to simulate.
-    """
-    arrivals = [0.0] * len(lengths)
-    schedule = Schedule(lengths=lengths, prompt_lengths=prompt_lengths, arrivals_ms=arrivals, slots=slots, **cost)
-    static, continuous = simulate(schedule, "static"), simulate(schedule, "continuous")
-    return static.total_ms / continuous.total_ms
-
-
-def pairwise(first: Entry, second: Entry) -> list[float]:
-    """Speed of `first` over that of `second`, round by round, sorted."""
-    return sorted(a / b for a, b in zip(first.speeds, second.speeds, strict=False))
-
-
-def _named(comparison: Comparison, name: str) -> Entry | None:
-    return next((entry for entry in comparison.entries if entry.engine.name == name and entry.runs), None)
-
-
-def _batching_gain(comparison: Comparison) -> list[str]:
-    """Continuous beside static as measured, and as `simulate` predicts from the lengths: were every step alike, and
-    with what a step costs by the continuous engine's own steps (the static engine's are not looked at).
-    """
-    static = _named(comparison, "cbgen-static")
-    continuous = _named(comparison, "cbgen:order=file") or _named(comparison, "cbgen")
-    if continuous is None or static is None:
-        return []
-    measured = statistics.median(pairwise(continuous, static))
-    lengths, slots = comparison.workload.lengths.tolist(), comparison.slots
-    prompt_lengths = [len(ids) for ids in comparison.prompts]
-    cost = continuous.middle_run.facts["step_cost"]
-    try:
-        in_steps = predicted_gain(lengths, slots, [1] * len(lengths), {"step_ms": 1.0})
-        in_time = predicted_gain(lengths, slots, prompt_lengths, {**cost, "step_ms": max(cost["step_ms"], 0.001)})
-    except ValueError:
-        return [f"continuous over static batching: {measured:.2f}x (too large to simulate)"]
-    return [
-        f"continuous ({continuous.engine.name}) over static batching: {measured:.2f}x at {slots} slots",
-        f"  `simulate` predicts {in_steps:.2f}x if every step takes the same time: {measured / in_steps:.2f} of it",
-        f"  with this engine's steps ({cost['step_ms']:.1f} ms + {cost['row_ms']:.3f} ms a row + "
-        f"{cost['prefill_ms_per_token']:.3f} ms a prompt token) it predicts {in_time:.2f}x: {measured / in_time:.2f} "
-        "of it",
-    ]
-
-
-def _cache_use(comparison: Comparison) -> list[str]:
-    if not comparison.workload.shares_prefixes:
-        return []
-    could = shareable_tokens(comparison.prompts, _BLOCK)
-    total = sum(map(len, comparison.prompts))
-    lines = [f"prompt tokens that could be shared (whole blocks of {_BLOCK}): {could:,} of {total:,}"]
-    for entry in comparison.entries:
-        cached = entry.middle_run.facts.get("stats", {}).get("num_cached_tokens") if entry.runs else None
-        if cached is not None:
-            lines.append(f"{entry.engine.name} served {cached:,} of them from its cache: {cached / max(could, 1):.1%}")
-    without = _named(comparison, "cbgen:disable=prefix-cache")
-    plain = _named(comparison, "cbgen")
-    if plain is not None and without is not None:
-        lines.append(f"prefix cache on over off: {statistics.median(pairwise(plain, without)):.2f}x")
-    return lines
-
-
-def _orders(comparison: Comparison) -> list[str]:
-    longest, by_file = _named(comparison, "cbgen:order=longest"), _named(comparison, "cbgen:order=file")
-    if longest is None or by_file is None:
-        return []
-    lengths = comparison.workload.lengths.tolist()
-    steps = [continuous_steps(order, comparison.slots) for order in (lengths, sorted(lengths, reverse=True))]
-    same = "identical" if longest.runs[0].checksums == by_file.runs[0].checksums else "DIFFERENT"
-    return [
-        f"longest first over file order: {statistics.median(pairwise(longest, by_file)):.2f}x, token ids {same}; in "
-        f"steps {steps[0]:,} over {steps[1]:,} is {steps[0] / steps[1]:.2f}x ({comparison.workload.num_rows:,} rows, "
-        f"{comparison.slots} slots)"
-    ]
-
-
-def _host_share(comparison: Comparison) -> list[str]:
-    whole, engine = _named(comparison, "cbgen-run"), _named(comparison, "cbgen")
-    if whole is None or engine is None:
-        return []
-    pairs = zip(whole.runs, engine.runs, strict=False)
-    share = statistics.median(1 - b.wall_seconds / a.wall_seconds for a, b in pairs)
-    return [f"reader, tokenizer, detokenizer and writer add {share:+.1%} of the whole command's wall time"]
-
-
-def _same_ids(comparison: Comparison) -> list[str]:
-    """Greedy rows agree exactly only in float32; in 16 bits a near tie may fall either way."""
-    reference = comparison.reference
-    if reference is None:
-        return []
-    own = reference.runs[0].checksums
-    parts = []
-    for entry in comparison.entries:
-        if entry is not reference and entry.runs:
-            equal = sum(a == b for a, b in zip(entry.runs[0].checksums, own, strict=True))
-            parts.append(f"{entry.engine.name} {equal:,}")
-    if not parts:
-        return []
-    return [
-        f"rows of {comparison.workload.num_rows:,} with the same token ids as {reference.engine.name} "
-        f"({comparison.config.dtype}): " + ", ".join(parts)
-    ]
-
-
-def as_document(comparison: Comparison) -> dict[str, Any]:
-    """Everything as JSON values."""
-    config, workload, limit = comparison.config, comparison.workload, comparison.bound
-    return {
-        "version": 1,
-        "cbgen": cbgen.__version__,
-        "python": platform.python_version(),
-        "workload": {
-            "name": workload.name,
-            "scale": workload.scale,
-            "seed": workload.seed,
-            "rows": workload.num_rows,
-            "prompt_tokens": sum(map(len, comparison.prompts)),
-            "output_tokens": int(workload.lengths.sum()),
-        },
-        "model": comparison.model,
-        "dtype": config.dtype,
-        "threads": comparison.threads,
-        "machine": {"processor": processor_name(), **comparison.probe},
-        "bound": {
-            **asdict(limit),
-            "slots": comparison.slots,
-            "pessimistic_tokens_per_second": limit.pessimistic,
-            "optimistic_tokens_per_second": limit.optimistic,
-        },
-        "engines": [_entry_document(entry) for entry in comparison.entries],
-        "findings": comparison.findings,
-    }
-
-
-def _entry_document(entry: Entry) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "engine": entry.engine.name,
-        "status": entry.status,
-        "reason": entry.reason,
-        "knobs": entry.knobs,
-        "grid": [{"knobs": knobs, "tokens_per_second": speed} for knobs, speed in entry.tried],
-        "runs": [
-            {
-                "tokens_per_second": run.tokens_per_second,
-                "wall_seconds": run.wall_seconds,
-                "load_seconds": run.load_seconds,
-                "peak_bytes": run.peak_bytes,
-                "facts": run.facts,
-            }
-            for run in entry.runs
-        ],
-    }
-    if entry.runs:
-        document |= {"median_tokens_per_second": entry.median, "versions": entry.runs[0].versions}
-    return document
-
-
-def processor_name() -> str:
-    """As the kernel names it; else the architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

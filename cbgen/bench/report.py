@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from xml.sax.saxutils import escape
 
-from cbgen.bench.compare import Comparison, Entry, pairwise, processor_name
+from cbgen.bench.comparison import Comparison, Entry
+from cbgen.bench.document import processor_name
 from cbgen.bench.engines import describe_knobs
+from cbgen.bench.findings import pairwise
 
 _PHASES = {
     "admit_seconds": "take rows in, wait for them",

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from cbgen.bench import compare as comparing
-from cbgen.bench.compare import BenchConfig, as_document, compare, predicted_gain
+from cbgen.bench.compare import compare
+from cbgen.bench.comparison import BenchConfig
+from cbgen.bench.document import as_document
 from cbgen.bench.engines import ENGINES, PEERS_DIRECTORY, Engine, ablations, parse_engine, parse_engines
+from cbgen.bench.findings import predicted_gain
 from cbgen.bench.report import align, breakdown, format_comparison, render_svg
 from cbgen.cli import main
 from cbgen.config import OPTIMIZATIONS
