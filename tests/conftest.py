@@ -7,6 +7,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models threads cost more than they give
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU; Triton reads it when it is imported
 
 
 @pytest.fixture(scope="session")
