@@ -138,7 +138,27 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
         raise ModelError(f"{name}: the checkpoint lacks {len(missing)} weights of the model, such as {missing[0]}")
+    notices = _leftover_weights(sorted(info["unexpected_keys"]))
+    return wrap_model(name, model, device, eos_token_id=eos_token_id, notices=notices)
+
+
+def wrap_model(
+    name: str, model: Any, device: torch.device, *, eos_token_id: int | None = None, notices: tuple[str, ...] = ()
+) -> LoadedModel:
+    """Probe a module that is on its device, made with `attn_implementation=ATTENTION_NAME`, and say what it needs.
+
+    Args:
+        name: how messages call it.
+        model: a transformers causal language model; changed to inference only.
+        device: where it is.
+        eos_token_id: the tokenizer's, united with the model's own.
+        notices: what the user should know about its files.
+
+    Raises:
+        ModelError: an architecture this engine does not serve.
+    """
     model.train(False).requires_grad_(False)
+    text_config = model.config.get_text_config()
     windows = _windows_by_layer_type(text_config)
     with named_errors(name):
         layers = _probe(name, model, windows, device)
@@ -155,7 +175,7 @@ def load_model(
         device=device,
         hidden_size=text_config.hidden_size,
         intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
-        notices=_leftover_weights(sorted(info["unexpected_keys"])),
+        notices=notices,
     )
 
 

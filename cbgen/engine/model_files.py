@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from cbgen.errors import ModelError
 from cbgen.params import SamplingParams, merge_params
@@ -146,8 +145,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
     if files.gguf_file or not path.is_file():
         return {}
     try:
-        config = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
