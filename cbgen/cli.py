@@ -161,6 +161,9 @@ def cli() -> None:
     option("--max-num-batched-tokens", type=int, help="Token budget of a step.  [default: by device]"),
     option("--max-model-len", type=int, help="Longest prompt plus output.  [default: the model's context]"),
     option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, such as 2G.  [default: by free memory]"),
+    option("--decode-steps", type=int, metavar="K",
+            help="Decode steps launched before the host has seen what came of them; 0 waits for each.  "
+            "[default: by device]"),
 )  # fmt: skip
 @options(
     "Stopping",
@@ -282,6 +285,7 @@ def _run_config(inputs: tuple[str, ...], values: dict[str, Any]) -> RunConfig:
             disabled=frozenset(_names(values["disable"])),
             **pick("batching", "order"),
             **pick("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory"),
+            **pick("decode_steps"),
         ),
         sampling={name: values[name] for name in PARAM_NAMES if values.get(name) not in (None, ())},
         limit=values["limit"],

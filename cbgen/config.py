@@ -18,6 +18,9 @@ OPTIMIZATIONS = {
     "native": "operators compiled for this CPU; without it plain torch",
     "fusion": "projections, norms and activations of a layer joined",
     "packing": "weights kept in the layout that the matrix product reads",
+    "triton": "CUDA: kernels of our own; without them plain torch",
+    "graphs": "CUDA: decode steps replayed as graphs; without it each operator is launched",
+    "mixed": "prompts read in the steps in which other rows decode; without it one or the other",
     "prefix-cache": "prompts that begin alike are read once",
     "prediction": "rows admitted by the length they will have, not by the longest they could have",
 }
@@ -101,6 +104,8 @@ class EngineConfig:
     Attributes:
         order: in which rows are admitted; rows come out in input order whatever it is.
         disabled: names out of `OPTIMIZATIONS` that are switched off, to compare or to work around a fault.
+        decode_steps: how many decode steps may be launched before the host has seen what came of them. 0 looks at
+            each step before it schedules the next, with no state on the device. None is chosen by the device.
     """
 
     order: Order = "auto"
@@ -110,6 +115,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
+    decode_steps: int | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(self.disabled - OPTIMIZATIONS.keys())
@@ -119,6 +125,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.decode_steps is not None and not 0 <= self.decode_steps <= 64:
+            raise UsageError(f"--decode-steps must be between 0 and 64, not {self.decode_steps}")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "

@@ -255,7 +255,7 @@ def test_options_reach_the_config(configs):
     run(*shlex.split("--max-time 1h --max-output-tokens 9 --grace 2 --fail-on-error 1%"))
     run(*shlex.split("--progress none --progress-interval 2m --json --github --verify"))
     run(*shlex.split("--retry-errors --n 3 --no-github --fail-fast --fail-on-error 3 --keep"), "")
-    run(*shlex.split("--order longest --disable prefix-cache,prediction --disable native"))
+    run(*shlex.split("--order longest --disable prefix-cache,prediction --disable native --decode-steps 6"))
     assert configs[0].output == OutputConfig(
         path="out.jsonl", format="parquet", rows_per_part=5, state_dir="s", keep=("a", "b", "c"), append_message=True,
         source=True,
@@ -268,7 +268,7 @@ def test_options_reach_the_config(configs):
     assert (configs[3].output.retry_errors, configs[3].output.keep, configs[3].sampling) == (True, (), {"n": 3})
     assert configs[3].report.github is False
     assert configs[4].engine == EngineConfig(
-        order="longest", disabled=frozenset({"native", "prefix-cache", "prediction"})
+        order="longest", disabled=frozenset({"native", "prefix-cache", "prediction"}), decode_steps=6
     )
     assert configs[3].stop == StopConfig(fail_fast=True, fail_on_error=ErrorAllowance(3))
 
@@ -282,6 +282,7 @@ def test_defaults_of_the_command_line_are_those_of_the_config(configs):
     ("arguments", "says"),
     [
         ("--disable fusion,prefix", "--disable prefix: no such optimization; there are native, fusion, "),
+        ("--decode-steps 65", "--decode-steps must be between 0 and 64, not 65"),
         ("--resume --overwrite", "exclude each other"),
         ("--retry-errors --overwrite", "exclude each other"),
         ("--verify --overwrite", "exclude each other"),

@@ -34,22 +34,28 @@ def bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dtype
 
 
 class KVCache:
-    """K and V of every layer. Written by operators at `slot_mapping`, read through block tables."""
+    """K and V of every layer. Written by operators at `slot_mapping`, read through block tables.
+
+    One block more than asked for: `trash_block`, the last, belongs to nobody. Padding is written there.
+    """
 
     def __init__(
         self, layers: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
+        self.trash_block = num_blocks
         # Not zeroed: on CPU, pages that no row ever touches then cost no memory. Readers mask what was never written.
         self._keys = {
-            s.layer_idx: torch.empty(num_blocks, s.num_kv_heads, block_size, s.key_dim, dtype=dtype, device=device)
+            s.layer_idx: torch.empty(num_blocks + 1, s.num_kv_heads, block_size, s.key_dim, dtype=dtype, device=device)
             for s in layers
         }
         self._values = {
-            s.layer_idx: torch.empty(num_blocks, s.num_kv_heads, block_size, s.value_dim, dtype=dtype, device=device)
+            s.layer_idx: torch.empty(
+                num_blocks + 1, s.num_kv_heads, block_size, s.value_dim, dtype=dtype, device=device
+            )
             for s in layers
         }
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """(K, V), each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """(K, V), each [num_blocks + 1, num_kv_heads, block_size, head_dim]."""
         return self._keys[layer_idx], self._values[layer_idx]

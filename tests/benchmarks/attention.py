@@ -64,6 +64,7 @@ class Problem:
             context_lens=self.context_lens,
             cu_seqlens_q=self.cu_seqlens_q,
             num_decodes=self.num_decodes,
+            max_context_len=int(self.context_lens.max()),
             query_starts=self.cu_seqlens_q.tolist(),
             host_context_lens=self.context_lens.tolist(),
         )

@@ -66,7 +66,9 @@ class AttentionMetadata:
         context_lens: [B] int32, positions a sequence holds, this step's included.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' tokens in the packed row.
         num_decodes: the first that many sequences have exactly one token.
-        query_starts, host_context_lens: `cu_seqlens_q` and `context_lens` as plain ints.
+        max_context_len: none of `context_lens` is above it. The same in all steps of a CUDA graph.
+        query_starts, host_context_lens: `cu_seqlens_q` and `context_lens` as plain ints; empty where the host does not
+            know them, as in steps launched before the ones before them have ended.
     """
 
     slot_mapping: Tensor
@@ -74,6 +76,7 @@ class AttentionMetadata:
     context_lens: Tensor
     cu_seqlens_q: Tensor
     num_decodes: int
+    max_context_len: int
     query_starts: list[int]
     host_context_lens: list[int]
 
@@ -85,6 +88,7 @@ class AttentionMetadata:
             context_lens=torch.from_numpy(model_input.context_lens).to(device),
             cu_seqlens_q=torch.from_numpy(model_input.cu_seqlens_q).to(device),
             num_decodes=model_input.num_decodes,
+            max_context_len=int(model_input.context_lens.max(initial=0)),
             query_starts=model_input.cu_seqlens_q.tolist(),
             host_context_lens=model_input.context_lens.tolist(),
         )

@@ -38,7 +38,7 @@ def _decode(
     """One query token per sequence, [B, Hq, D], against everything that sequence holds."""
     num_seqs = metadata.num_decodes
     context_lens = metadata.context_lens[:num_seqs]
-    max_blocks = -(-max(metadata.host_context_lens[:num_seqs]) // key_cache.shape[2])
+    max_blocks = -(-metadata.max_context_len // key_cache.shape[2])
     block_tables = metadata.block_tables[:num_seqs, :max_blocks]
     key, value = _gather(key_cache, block_tables), _gather(value_cache, block_tables)
     positions = torch.arange(key.shape[2], device=query.device)
