@@ -15,13 +15,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer asks of the cache. `window` is how many positions it sees, None for all."""
+    """What one attention layer asks of the cache, and how it attends.
+
+    Attributes:
+        window: how many positions it sees, None for all.
+        num_heads: of queries.
+        softcap, has_sinks: see `AttentionCall`.
+    """
 
     layer_idx: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    num_heads: int
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def values_per_token(self) -> int:

@@ -32,7 +32,7 @@ class Problem:
         blocks = -(-length // BLOCK_SIZE)
         self.bytes_per_layer = 2 * num_seqs * length * num_kv_heads * dim * dtype.itemsize
         self.num_layers = max(1, min(30, int(CACHE_BYTES / self.bytes_per_layer)))
-        layers = [LayerSpec(index, num_kv_heads, dim, dim, None) for index in range(self.num_layers)]
+        layers = [LayerSpec(index, num_kv_heads, dim, dim, None, num_heads) for index in range(self.num_layers)]
         self.cache = KVCache(layers, num_seqs * blocks, BLOCK_SIZE, dtype, torch.device("cpu"))
         for index in range(self.num_layers):
             for tensor in self.cache.layer(index):

@@ -91,7 +91,14 @@ class ProbeBackend:
     def forward(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionBackend.forward`; stores nothing."""
         self.layers[call.layer_idx] = LayerSpec(
-            call.layer_idx, key.shape[1], key.shape[-1], value.shape[-1], call.window
+            layer_idx=call.layer_idx,
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[-1],
+            value_dim=value.shape[-1],
+            window=call.window,
+            num_heads=query.shape[1],
+            softcap=call.softcap,
+            has_sinks=call.sinks is not None,
         )
         outputs = []
         for start, stop in zip(self.query_starts, self.query_starts[1:], strict=False):
