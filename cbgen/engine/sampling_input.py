@@ -88,10 +88,19 @@ def uniforms(random_words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
     The mixer is SplitMix64 (Steele et al., OOPSLA 2014) applied to the words in turn; 53 bits become the fraction.
     """
+    return (random_states(random_words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def random_states(random_words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """[S] the mixer's state after words [S, W].
+
+    The state after seed, stream and sample is the same for all tokens of a row: a device keeps it and mixes in the
+    position itself (`SampleTensors` in `cbgen.engine.operators.base`).
+    """
     state = np.zeros(len(random_words), dtype=np.uint64)
     for word in random_words.T:
         state = _mix(state + np.uint64(0x9E3779B97F4A7C15) + word)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return state
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from cbgen.engine.native.library import open_library
+from cbgen.engine.operators.base import SampleTensors
 from cbgen.engine.operators.native import NativeOperators
-from cbgen.engine.operators.reference import ReferenceOperators
+from cbgen.engine.operators.reference import ReferenceOperators, uniforms_of
 from cbgen.engine.sampler import Sampler
-from cbgen.engine.sampling_input import SamplingInput, uniforms
+from cbgen.engine.sampling_input import SamplingInput, random_states, uniforms
 from cbgen.params import SamplingParams
 from tests.engine.test_scheduler import make_sequence
 
@@ -35,7 +36,26 @@ def sample(logits, rows):
     assert token_ids.dtype == np.int64
     assert np.array_equal(Sampler(native_operators()).sample(logits, given), token_ids)
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    on_device = ReferenceOperators().sample(logits, *as_tensors(rows))
+    plain = [not row.params.logit_bias and row.params.repetition_penalty == 1 for row in rows]  # all that it knows
+    assert np.array_equal(on_device.numpy()[plain], token_ids[plain])
+    assert torch.equal(native_operators().sample(logits, *as_tensors(rows)), on_device)
     return [None if token_id == -1 else token_id for token_id in token_ids.tolist()]
+
+
+def as_tensors(rows):
+    """What `Operators.sample` takes beside the logits: parameters, stop ids, and who must not stop yet."""
+    given = SamplingInput.from_sequences(rows)
+    params = SampleTensors(
+        *(torch.from_numpy(column) for column in (given.temperature, given.top_k, given.top_p, given.min_p)),
+        random_state=torch.from_numpy(random_states(given.random_words[:, :3]).view(np.int64)),
+        position=torch.from_numpy(given.random_words[:, 3].astype(np.int64)),
+    )
+    stop_token_ids = torch.full((len(rows), 4), -1)
+    for row, sequence in enumerate(rows):
+        for column, token_id in enumerate(sorted(sequence.stop_token_ids)):
+            stop_token_ids[row, column + row % 2] = token_id
+    return params, stop_token_ids, torch.tensor([len(r.output_token_ids) < r.params.min_tokens for r in rows])
 
 
 def random_words(rows):
@@ -153,6 +173,24 @@ def test_the_first_uniforms_never_change():
         _splitmix_in_python([3, 1, 0, 4]),
     ]
     assert _splitmix_in_python([3, 0, 0, 0]) == 0.8367955706748803
+
+
+def test_uniforms_on_the_device_are_the_same_bits():
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**64, (20_000, 4), dtype=np.uint64)
+    words[:10_000] >>= rng.integers(0, 64, (10_000, 4), dtype=np.uint64)  # small ones, as most are
+    words[:, 3] >>= np.uint64(1)
+    state = torch.from_numpy(random_states(words[:, :3]).view(np.int64))
+    got = uniforms_of(state, torch.from_numpy(words[:, 3].astype(np.int64)))
+    assert np.array_equal(got.numpy(), uniforms(words))
+
+
+def test_a_row_whose_every_token_is_forbidden_on_the_device_gets_token_0():
+    rows = [make_row(i, temperature=i % 2, min_tokens=1) for i in range(4)]
+    for row in rows:
+        row.stop_token_ids = frozenset({0, 1, 2})
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 3 + [[1.0, float("nan"), 3.0]])
+    assert sample(logits, rows) == [0, 0, 0, None]
 
 
 def _splitmix_in_python(words):

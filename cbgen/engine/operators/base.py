@@ -55,6 +55,26 @@ class DrawParams:
     uniforms: npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleTensors:
+    """Parameters of S rows on the device, all [S]: what a step needs that never asks the host.
+
+    Attributes:
+        temperature: float32; 0 for the likeliest token.
+        top_k: int32; 0 and less, and numbers from the vocabulary's size up, keep all.
+        top_p, min_p: float32; 1 and 0 keep all.
+        random_state: int64, the bits of `cbgen.engine.sampling_input.random_states`.
+        position: int64, of the token to choose among the row's output tokens; the last word of its random number.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    random_state: Tensor
+    position: Tensor
+
+
 class Operators(Protocol):
     """A row's or sequence's results do not depend on what else is in the call, nor on the number of threads.
 
@@ -126,5 +146,26 @@ class Operators(Protocol):
         those of at least min_p times the best; of these, top-p (arXiv 1904.09751) the likeliest that together reach
         top_p. Of equally likely ones those of the lowest ids are kept. The uniform number inverts the cumulative
         distribution of the kept in vocabulary order, in float64.
+        """
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: SampleTensors,
+        stop_token_ids: Tensor | None = None,
+        forbids_stops: Tensor | None = None,
+    ) -> Tensor:
+        """Choose a token for each row; [S] int64 on the device of [S, V], without a look at it from the host.
+
+        -1 where `argmax` of the logits says so; else the likeliest token where the temperature is 0, or a `draw` by
+        the same uniform number as `cbgen.engine.sampling_input.uniforms` has for the row.
+
+        Args:
+            logits: [S, V], left as they are.
+            params: of the S rows.
+            stop_token_ids: [S, W] int64, -1 in unused places; with `forbids_stops`.
+            forbids_stops: [S] bool, rows that must not end yet: their stop ids count as -inf. Where that forbids
+                all that is left, the token is 0.
         """
         ...

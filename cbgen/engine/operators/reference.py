@@ -10,9 +10,14 @@ from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.attention.reference import paged_attention
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, SampleTensors
 
 _PREFILTER = 1024  # top-p looks at so many tokens first; only rows whose nucleus is wider pay for a full sort
+
+# SplitMix64 as in `cbgen.engine.sampling_input`, in the signed integers that torch has.
+_INCREMENT, _FIRST_FACTOR, _SECOND_FACTOR = (
+    number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 class ReferenceOperators:
@@ -92,6 +97,50 @@ class ReferenceOperators:
         total = cumulative[:, -1:]
         target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # never past the end
         return (cumulative > target).int().argmax(dim=-1)  # the first token past it; one of weight 0 never is
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: SampleTensors,
+        stop_token_ids: Tensor | None = None,
+        forbids_stops: Tensor | None = None,
+    ) -> Tensor:
+        """See `Operators.sample`; this one does look at the parameters from the host."""
+        token_ids = self.argmax(logits)
+        is_sound = token_ids >= 0
+        if stop_token_ids is not None and forbids_stops is not None:
+            logits = _forbid(logits, stop_token_ids, forbids_stops)
+            token_ids = self.argmax(logits).clamp_(min=0)
+        rows = np.flatnonzero(params.temperature.numpy(force=True) > 0)
+        if len(rows):
+            columns = (params.temperature, params.top_k, params.top_p, params.min_p)
+            temperature, top_k, top_p, min_p = (column.numpy(force=True)[rows] for column in columns)
+            uniforms = uniforms_of(params.random_state, params.position).numpy(force=True)[rows]
+            drawn = self.draw(logits, rows, DrawParams(temperature, top_k, top_p, min_p, uniforms))
+            token_ids[torch.from_numpy(rows).to(logits.device)] = drawn
+        return token_ids.masked_fill_(~is_sound, -1)
+
+
+def uniforms_of(random_state: Tensor, position: Tensor) -> Tensor:
+    """[S] float64 in [0, 1): the numbers of `cbgen.engine.sampling_input.uniforms`, from the bits of its first states
+    [S] int64 and the last word [S] int64."""
+    state = random_state + position + _INCREMENT
+    state = (state ^ _shifted(state, 30)) * _FIRST_FACTOR
+    state = (state ^ _shifted(state, 27)) * _SECOND_FACTOR
+    return _shifted(state ^ _shifted(state, 31), 11).double().mul(1 / (1 << 53))
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Shift int64 to the right as if it had no sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _forbid(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
+    """A copy in which the rows `where` [S] have -inf at their `token_ids` [S, W]; -1 is none."""
+    num_tokens = logits.shape[-1]
+    columns = torch.where((token_ids >= 0) & where[:, None], token_ids, num_tokens)  # one column more, to be dropped
+    is_forbidden = torch.zeros(len(logits), num_tokens + 1, dtype=torch.bool, device=logits.device)
+    return logits.masked_fill(is_forbidden.scatter_(1, columns, True)[:, :num_tokens], float("-inf"))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
