@@ -22,6 +22,7 @@ from cbgen.engine.model_input import ModelInput
 from cbgen.engine.operators.backend import PagedBackend
 from cbgen.engine.operators.choice import choose_operators
 from cbgen.engine.operators.native import NativeOperators
+from cbgen.engine.operators.trials import ModelShape
 from cbgen.engine.sampling_input import SamplingInput
 from cbgen.errors import CbgenError
 
@@ -41,7 +42,15 @@ def prepare(loaded: LoadedModel, disabled: Set[str], notice: Callable[[str], Non
     Raises:
         CbgenError: the joined model answers differently; this is a fault of ours.
     """
-    operators = choose_operators(loaded.device, disabled, notice)
+    shape = ModelShape(
+        loaded.dtype,
+        loaded.device,
+        loaded.hidden_size,
+        loaded.intermediate_size,
+        loaded.vocab_size,
+        tuple(loaded.layers),
+    )
+    operators = choose_operators(loaded.device, disabled, notice, shape)
     loaded = replace(loaded, operators=operators)
     if loaded.device.type != "cpu":
         return loaded
