@@ -165,6 +165,15 @@ class BlockManager:
             if self.ref_counts[block] == 1:
                 self._cache.forget(block)
 
+    def forget_idle(self, hashes: list[bytes]) -> None:
+        """What of a prefix nobody holds shall not be found again: there is something wrong with it."""
+        for block_hash in hashes:
+            for block in self._cache.find([block_hash]):
+                if not self.ref_counts[block]:
+                    self._cache.revive(block)
+                    self._cache.forget(block)
+                    self._free.append(block)
+
     def num_exclusive(self, slots: Int64Array) -> Int64Array:
         """[len(slots)] blocks that each slot holds alone: those it would give back."""
         held = self.num_held[slots]

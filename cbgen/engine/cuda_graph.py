@@ -1,1 +1,181 @@
-"""tmp"""
+"""Steps recorded once as CUDA graphs and replayed: which shapes are recorded, and when.
+
+A graph holds one shape, so a step runs in the graph of a shape that covers its own; the rest is padding. Recording one
+takes some tenths of a second and memory, so it is done when a shape is wanted, the largest first: smaller ones then find
+room in the memory of the first, which all share. Until a better one pays, a step runs in a larger graph that is there.
+
+Enters: the shape of a step, and what runs a shape. Leaves: the shape to fill, and what replays it. What records is
+passed in: `CudaCapture` on a GPU, and anything that keeps the function itself where there is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]
+
+_SHORTEST_CONTEXT = 512
+_TOLERATED_PADDING = 1.25  # a graph for this many times the rows is as good as one of their own
+_WANTED_TO_RECORD = 8  # steps that would have been better off with a graph of their own
+
+
+class CaptureError(Exception):
+    """A step cannot be recorded; the message says why. It can still be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Everything about a step that its kernels' launches depend on.
+
+    Attributes:
+        num_decodes: sequences with one token each, padding included.
+        num_prefills, num_prefill_tokens: of the others.
+        max_context_len: no sequence is longer.
+    """
+
+    num_decodes: int
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    max_context_len: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits."""
+        return self.num_decodes + self.num_prefills
+
+    def covers(self, other: StepShape) -> bool:
+        """Whether the other fits in. Steps with and without prompts have graphs of their own."""
+        return (
+            self.num_decodes >= other.num_decodes
+            and self.num_prefills >= other.num_prefills
+            and self.num_prefill_tokens >= other.num_prefill_tokens
+            and self.max_context_len >= other.max_context_len
+            and bool(self.num_prefills) == bool(other.num_prefills)
+        )
+
+
+def padded(shape: StepShape, max_context_len: int) -> StepShape:
+    """The shape of the graph made for steps like this: finer for few rows, where padding would be a larger share."""
+    context = min(_power_of_two(max(shape.max_context_len, _SHORTEST_CONTEXT)), max_context_len)
+    num_decodes = padded_rows(shape.num_decodes)
+    if not shape.num_prefills:
+        return StepShape(num_decodes, max_context_len=context)
+    num_prefills = max(8, _power_of_two(shape.num_prefills))
+    return StepShape(num_decodes, num_prefills, max(64, _power_of_two(shape.num_prefill_tokens)), context)
+
+
+def padded_rows(num_rows: int) -> int:
+    """1, 2, 4, every 8 to 64, every 16 to 256, every 32 to 512, every 64 from there."""
+    sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, 512, 32))
+    return next((size for size in sizes if size >= num_rows), -(-num_rows // 64) * 64)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+class GraphCache:
+    """The graphs of one engine.
+
+    Attributes:
+        reason: why nothing is recorded any more; empty as long as it works.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        blank: Callable[[StepShape], None],
+        run: Callable[[StepShape], None],
+        max_num_seqs: int,
+        max_context_len: int,
+    ) -> None:
+        """Args:
+        capture: records what it is given, after it ran once.
+        blank: fills the input of a shape with padding; called before anything is recorded.
+        run: runs a step of a shape on whatever its input holds.
+        max_num_seqs: decodes of the largest step.
+        max_context_len: of any sequence.
+        """
+        self.reason = ""
+        self._capture = capture
+        self._blank = blank
+        self._run = run
+        self._max_num_seqs = max_num_seqs
+        self._max_context_len = max_context_len
+        self._graphs: dict[StepShape, Run] = {}
+        self._num_wanted: Counter[StepShape] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, shape: StepShape) -> tuple[StepShape, Run | None]:
+        """The shape that the input of a step has to be padded to, and what replays it; None if there is no graph."""
+        best = padded(shape, self._max_context_len)
+        if not shape.num_decodes or self.reason:
+            return shape, None
+        if best not in self._graphs:
+            self._consider(best)
+        found = min((s for s in self._graphs if s.covers(shape)), key=_cost, default=None)
+        return (shape, None) if found is None else (found, self._graphs[found])
+
+    def _consider(self, best: StepShape) -> None:
+        """Record what is worth it now."""
+        covering = [shape for shape in self._graphs if shape.covers(best)]
+        if any(shape.num_tokens <= _TOLERATED_PADDING * best.num_tokens for shape in covering):
+            return
+        self._num_wanted[best] += 1
+        if not covering and not best.num_prefills:  # the first of its context: the largest
+            self._record(StepShape(padded_rows(self._max_num_seqs), max_context_len=best.max_context_len))
+        elif self._num_wanted[best] >= _WANTED_TO_RECORD:
+            self._record(best)
+
+    def _record(self, shape: StepShape) -> None:
+        self._blank(shape)
+        try:
+            self._graphs[shape] = self._capture(lambda: self._run(shape))
+        except CaptureError as error:
+            self.reason = str(error)
+            self._graphs.clear()
+
+
+def _cost(shape: StepShape) -> tuple[int, int]:
+    return shape.num_tokens + shape.num_prefills, shape.max_context_len
+
+
+class CudaCapture:
+    """Records on a stream; all recordings share one memory pool, for they are replayed one at a time."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pool: tuple[int, int] | None = None
+
+    def __call__(self, run: Run) -> Run:
+        """Run it once, so that what is compiled or allocated at first use is there, then record it.
+
+        Raises:
+            CaptureError: it does something that a graph cannot hold.
+        """
+        run()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            torch.cuda.synchronize()  # a device that does not survive this raises here
+            raise CaptureError(lines[0][:200]) from error
+        self._pool = graph.pool()
+        replay: Run = graph.replay
+        return replay

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cbgen.engine.block_manager import BlockManager
 from cbgen.engine.sampling_input import SamplingInput
 from cbgen.engine.scheduler import SchedulerOutput
-from cbgen.engine.sequence import Sequence
+from cbgen.engine.sequence import Sequence, SequenceTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -55,29 +55,52 @@ class ModelInput:
         return len(self.input_ids)
 
 
-def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> ModelInput:
-    """Arrays for one step, without a Python loop."""
-    table, slots, counts = output.table, output.slots, output.num_scheduled_tokens  # [B]
+@dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """The tokens of some scheduled sequences, packed; the fields are those of `ModelInput`, all int64."""
+
+    input_ids: Int64Array
+    positions: Int64Array
+    slot_mapping: Int64Array
+    cu_seqlens_q: Int64Array
+    context_lens: Int64Array
+
+
+def token_arrays(
+    table: SequenceTable, slots: Int64Array, counts: Int64Array, block_manager: BlockManager
+) -> TokenArrays:
+    """The next `counts` tokens of each of the slots, both [B], without a Python loop."""
     starts = table.num_computed_tokens[slots]  # [B]
     cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=cu_seqlens_q[1:])
-
     positions = np.arange(cu_seqlens_q[-1]) + np.repeat(starts - cu_seqlens_q[:-1], counts)  # [T]
     token_slots = np.repeat(slots, counts)  # [T]
     block_size = block_manager.block_size
     blocks = block_manager.block_tables[token_slots, positions // block_size].astype(np.int64)  # [T]
-    context_lens = starts + counts  # [B]
-    samples = np.flatnonzero(output.samples)  # a chunk amid a prompt has nothing to sample
-    max_blocks = block_manager.blocks_for(int(context_lens.max(initial=0)))
-    return ModelInput(
+    return TokenArrays(
         input_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
-        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
-        context_lens=context_lens.astype(np.int32),
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=starts + counts,
+    )
+
+
+def build_model_input(output: SchedulerOutput, block_manager: BlockManager) -> ModelInput:
+    """Arrays for one step."""
+    table, slots = output.table, output.slots  # [B]
+    tokens = token_arrays(table, slots, output.num_scheduled_tokens, block_manager)
+    samples = np.flatnonzero(output.samples)  # a chunk amid a prompt has nothing to sample
+    max_blocks = block_manager.blocks_for(int(tokens.context_lens.max(initial=0)))
+    return ModelInput(
+        input_ids=tokens.input_ids,
+        positions=tokens.positions,
+        slot_mapping=tokens.slot_mapping,
+        cu_seqlens_q=tokens.cu_seqlens_q.astype(np.int32),
+        context_lens=tokens.context_lens.astype(np.int32),
         block_tables=block_manager.block_tables[slots, :max_blocks],
         num_decodes=output.num_decodes,
-        logits_indices=cu_seqlens_q[1:][samples] - 1,
+        logits_indices=tokens.cu_seqlens_q[1:][samples] - 1,
         sampling=[output.sequences[i] for i in samples],
         sampling_input=SamplingInput.from_table(table, slots[samples]),
     )

@@ -1,1 +1,400 @@
-"""tmp"""
+"""Rounds: steps that are launched before what came of the ones before them is known to the host.
+
+    launch(output, num_steps) -> Flight ... collect(flight) -> token ids
+
+A round is one step with prompts in it, or several decode steps back to back. What a decode step needs is on the device
+(`SlotState`); the host sends which slots take part, the tokens of prompts, sequences that are new in their slot, and
+block tables that have grown. Sampled tokens go to a ring on the device, which is copied to memory of the host while the
+device goes on. Nothing here waits for the device but `collect`.
+
+A packed row of a round, of a shape that may be padded:
+
+    | decode | decode | trash | prompt A ...... | prompt B ... | trash ... |
+      one token each of num_decodes slots         num_prefill_tokens of num_prefills sequences
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
+from cbgen.engine.block_manager import BlockManager
+from cbgen.engine.cuda_graph import Capture, GraphCache, StepShape, padded
+from cbgen.engine.loader import forward
+from cbgen.engine.model_input import TokenArrays, token_arrays
+from cbgen.engine.model_runner import ModelRunner
+from cbgen.engine.operators.backend import PagedBackend
+from cbgen.engine.operators.base import SampleTensors
+from cbgen.engine.sampling_input import random_states
+from cbgen.engine.scheduler import SchedulerOutput
+from cbgen.engine.sequence import Sequence, SequenceTable
+from cbgen.engine.slot_state import STOP_WIDTH, SlotState, advance, gather_step
+
+Int64Array = npt.NDArray[np.int64]
+
+_ROUNDS_IN_RING = 3  # one that runs, one that follows it, one that is being read
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round on its way.
+
+    Attributes:
+        num_steps: steps of it.
+        first_row: of the ring.
+        columns: [S] int64, of the ring, for each sequence that samples in the order of the step.
+        landed: waits until its tokens are there.
+    """
+
+    num_steps: int
+    first_row: int
+    columns: Int64Array
+    landed: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """What a step of some shape is told by the host, as views of one int64 buffer.
+
+    Attributes:
+        cursor: [1] row of the ring.
+        slots: [num_decodes].
+        prefill_slots: [num_prefills], the trash slot for padding.
+        sampled_slots: [num_prefills], the same where a prompt ends in this step, else the trash slot.
+        logits_indices: [num_prefills] the last token of each in the packed row.
+        query_ends, context_lens: [num_prefills] where its tokens end, counted from the first token of any prompt; and
+            its positions so far.
+        input_ids, positions, slot_mapping: [num_prefill_tokens].
+    """
+
+    cursor: Any
+    slots: Any
+    prefill_slots: Any
+    sampled_slots: Any
+    logits_indices: Any
+    query_ends: Any
+    context_lens: Any
+    input_ids: Any
+    positions: Any
+    slot_mapping: Any
+
+    @classmethod
+    def of(cls, buffer: Any, shape: StepShape) -> _Fields:
+        """Views of a tensor or an array that is at least `_Fields.size` long."""
+        sizes = cls._sizes(shape)
+        starts = np.cumsum([0, *sizes]).tolist()
+        return cls(*(buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)))
+
+    @classmethod
+    def size(cls, shape: StepShape) -> int:
+        """Integers in all."""
+        return sum(cls._sizes(shape))
+
+    @staticmethod
+    def _sizes(shape: StepShape) -> list[int]:
+        return [1, shape.num_decodes, *[shape.num_prefills] * 5, *[shape.num_prefill_tokens] * 3]
+
+
+class RoundRunner:
+    """Launches the rounds of one engine.
+
+    Attributes:
+        state: what the device knows of the slots.
+        graphs: the recorded steps; None where each operator is launched by itself.
+        forbids_sync: whether to fail where a launch waits for the device, recording apart; for tests on a GPU.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        block_manager: BlockManager,
+        max_num_tokens: int,
+        max_steps: int,
+        capture: Capture | None = None,
+    ) -> None:
+        """Args:
+        runner: its model and KV cache are used.
+        block_manager: read at each launch.
+        max_num_tokens: budget of a step.
+        max_steps: of a round.
+        capture: records steps, to replay them; None to run them as they come.
+        """
+        self._runner = runner
+        self._blocks = block_manager
+        self._max_steps = max_steps
+        self._device = runner.loaded.device
+        self._is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+        num_slots, max_blocks = block_manager.block_tables.shape
+        max_context = max_blocks * block_manager.block_size
+        self.state = SlotState.empty(num_slots, max_blocks, runner.kv_cache.trash_block, self._device)
+        self.graphs = None
+        if capture is not None:
+            self.graphs = GraphCache(capture, self._send_blank, self._run, num_slots, max_context)
+        self.forbids_sync = False
+        largest = padded(StepShape(num_slots, num_slots, max_num_tokens, 1), max_context)
+        self._ints = torch.zeros(_Fields.size(largest), dtype=torch.int64, device=self._device)
+        self._arange = torch.arange(largest.num_decodes + 1, dtype=torch.int64, device=self._device)
+        rows = _ROUNDS_IN_RING * max_steps
+        self._ring = torch.zeros(rows, largest.num_rows, dtype=torch.int64, device=self._device)
+        self._landing = torch.zeros(rows, largest.num_rows, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._num_rounds = 0
+        self._on_device: list[tuple[Sequence, int] | None] = [None] * num_slots
+        self._num_held: Int64Array = np.zeros(num_slots, dtype=np.int64)
+
+    def forget(self) -> None:
+        """The slots may have changed without the device: before the next round it is told all of them again."""
+        self._on_device = [None] * len(self._on_device)
+
+    # -- the host's side ----------------------------------------------------------------------------------------------
+
+    def launch(self, output: SchedulerOutput, num_steps: int) -> Flight:
+        """Start a round. Whether it works or not, nothing that the scheduler owns has changed afterwards.
+
+        Args:
+            output: of the scheduler: with prompts in it for one step, else for `num_steps`.
+            num_steps: at most `max_steps`.
+        """
+        parts = _Parts.of(output, self._blocks)
+        with self._on_stream():
+            shape, replay = parts.shape(num_steps), None
+            if self.graphs is not None:
+                shape, replay = self.graphs.find(shape)
+            first_row = self._num_rounds % _ROUNDS_IN_RING * self._max_steps
+            with self._without_sync():
+                self._send_slots(output)
+                self._send_fields(parts.fields(shape, self.state.trash_slot, first_row, self._trash_position))
+                for _ in range(num_steps):
+                    if replay is None:
+                        self._run(shape)
+                    else:
+                        replay()
+                landed = self._fetch(slice(first_row, first_row + num_steps), shape.num_rows)
+        self._num_rounds += 1
+        return Flight(num_steps, first_row, parts.columns(shape), landed)
+
+    def collect(self, flight: Flight) -> Int64Array:
+        """Wait for a round.
+
+        Returns:
+            [num_steps, S] token ids; -1 where the logits were not sound, `NO_TOKEN` after the end of a sequence.
+        """
+        flight.landed()
+        rows = slice(flight.first_row, flight.first_row + flight.num_steps)
+        token_ids: Int64Array = self._landing[rows].numpy()[:, flight.columns]
+        return token_ids
+
+    def _send_slots(self, output: SchedulerOutput) -> None:
+        """Tell the device of sequences that are new in their slot, and of block tables that have grown."""
+        table, slots, held = output.table, output.slots, self._blocks.num_held
+        now = [(sequence, sequence.num_preemptions) for sequence in output.sequences]
+        new = [slot for slot, mark in zip(slots.tolist(), now, strict=True) if self._on_device[slot] != mark]
+        changed = np.union1d(slots[held[slots] != self._num_held[slots]], np.array(new, dtype=np.int64))
+        if len(changed):
+            columns = int(held[changed].max())
+            rows = self._send(changed)
+            self.state.block_tables[rows, :columns] = self._send(self._blocks.block_tables[changed, :columns])
+            self._num_held[changed] = held[changed]
+        if new:
+            self._send_new(table, np.array(new, dtype=np.int64))
+            for slot, mark in zip(slots.tolist(), now, strict=True):
+                self._on_device[slot] = mark
+
+    def _send_new(self, table: SequenceTable, slots: Int64Array) -> None:
+        """All but the block tables of some slots; each kind of number in one transfer."""
+        assert not table.num_pending_tokens[slots].any(), "the last token is not known"
+        num_tokens, stops = table.num_tokens[slots], table.stop_token_ids[slots, :STOP_WIDTH]
+        columns = [slots, table.token_ids[slots, num_tokens - 1], num_tokens, table.num_prompt_tokens[slots]]
+        columns += [table.max_total_tokens[slots], table.min_total_tokens[slots], table.top_k[slots]]
+        columns += [random_states(table.random_words[slots, :3]).view(np.int64)]
+        ints = self._send(np.stack([*columns, *stops.T], axis=1).astype(np.int64))  # [n, 8 + stops]
+        floats = self._send(np.stack([table.temperature[slots], table.top_p[slots], table.min_p[slots]], axis=1))
+        state, rows = self.state, ints[:, 0]
+        targets = [state.last_token, state.num_tokens, state.num_prompt_tokens]
+        targets += [state.max_total_tokens, state.min_total_tokens, state.top_k, state.random_state]
+        for column, target in enumerate(targets, start=1):
+            target.index_copy_(0, rows, ints[:, column].to(target.dtype))
+        for column, target in enumerate([state.temperature, state.top_p, state.min_p]):
+            target.index_copy_(0, rows, floats[:, column])
+        state.is_done.index_fill_(0, rows, False)
+        state.stop_token_ids.index_fill_(0, rows, -1)
+        state.stop_token_ids[rows, : stops.shape[1]] = ints[:, 8:]
+
+    def _send_blank(self, shape: StepShape) -> None:
+        self._send_fields(_blank(shape, self.state.trash_slot, self._trash_position))
+
+    def _send_fields(self, fields: Int64Array) -> None:
+        self._ints[: len(fields)].copy_(self._send(fields), non_blocking=True)
+
+    def _send(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy on the device. Pinned memory comes from torch's cache, which keeps it until the transfer is over."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else tensor
+
+    def _fetch(self, rows: slice, num_columns: int) -> Callable[[], None]:
+        """Begin to copy rows of the ring to the host; returns what waits for it."""
+        self._landing[rows, :num_columns].copy_(self._ring[rows, :num_columns], non_blocking=True)
+        if not self._is_cuda:
+            return _nothing
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
+    @property
+    def _trash_position(self) -> int:
+        """Where the trash slot's KV goes, flat."""
+        return self._runner.kv_cache.trash_block * self._blocks.block_size
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """After all that the default stream was given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        if not self.forbids_sync or not self._is_cuda:
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    # -- the device's side --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self, shape: StepShape) -> None:
+        """One step on what the static buffers hold: from the slots' state to the slots' state. Captured in graphs."""
+        state, loaded, operators = self.state, self._runner.loaded, self._runner.operators
+        block_size, num_decodes = self._blocks.block_size, shape.num_decodes
+        fields = _Fields.of(self._ints, shape)
+        num_columns = -(-shape.max_context_len // block_size)
+        step = gather_step(state, fields.slots, num_columns, block_size)
+        input_ids, positions, slot_mapping = step.input_ids, step.positions, step.slot_mapping
+        context_lens, block_tables, sampled_slots = step.context_lens, step.block_tables, step.slots
+        query_starts = self._arange[: num_decodes + 1]
+        logits_indices = self._arange[:num_decodes]
+        if shape.num_prefills:
+            input_ids = torch.cat([input_ids, fields.input_ids])
+            positions = torch.cat([positions, fields.positions])
+            slot_mapping = torch.cat([slot_mapping, fields.slot_mapping])
+            context_lens = torch.cat([context_lens, fields.context_lens.int()])
+            block_tables = torch.cat([block_tables, state.block_tables[fields.prefill_slots, :num_columns]])
+            sampled_slots = torch.cat([sampled_slots, fields.sampled_slots])
+            query_starts = torch.cat([query_starts, fields.query_ends + num_decodes])
+            logits_indices = torch.cat([logits_indices, fields.logits_indices])
+        metadata = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            context_lens=context_lens,
+            cu_seqlens_q=query_starts.int(),
+            num_decodes=num_decodes,
+            max_context_len=shape.max_context_len,
+            query_starts=[],
+            host_context_lens=[],
+        )
+        context = AttentionContext(PagedBackend(operators, self._runner.kv_cache, metadata), loaded.windows)
+        logits = forward(loaded.model, input_ids, positions, logits_indices, context)
+        token_ids = self._sample(logits, sampled_slots)
+        advance(state, sampled_slots, token_ids, self._ring, fields.cursor)
+
+    def _sample(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """[S] int64 from [S, vocab_size] for as many slots."""
+        state = self.state
+        num_tokens = state.num_tokens[slots]
+        params = SampleTensors(
+            temperature=state.temperature[slots],
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            min_p=state.min_p[slots],
+            random_state=state.random_state[slots],
+            position=num_tokens - state.num_prompt_tokens[slots],
+        )
+        forbids_stops = num_tokens < state.min_total_tokens[slots]
+        return self._runner.operators.sample(logits, params, state.stop_token_ids[slots], forbids_stops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A step cut into its decodes and its prompts.
+
+    Attributes:
+        decodes: [num_decodes] slots.
+        prefills: [num_prefills] slots; tokens: theirs.
+        samples: [num_prefills] bool, whether the prompt ends here.
+        max_decode_len: most positions that one of the decodes holds after the first step.
+    """
+
+    decodes: Int64Array
+    prefills: Int64Array
+    tokens: TokenArrays
+    samples: npt.NDArray[np.bool_]
+    max_decode_len: int
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, block_manager: BlockManager) -> _Parts:
+        table, num_decodes = output.table, output.num_decodes
+        decodes, prefills = output.slots[:num_decodes], output.slots[num_decodes:]
+        return cls(
+            decodes=decodes,
+            prefills=prefills,
+            tokens=token_arrays(table, prefills, output.num_scheduled_tokens[num_decodes:], block_manager),
+            samples=output.samples[num_decodes:],
+            max_decode_len=int(table.num_tokens[decodes].max(initial=1)),
+        )
+
+    def shape(self, num_steps: int) -> StepShape:
+        """As it is, without padding."""
+        longest = max(self.max_decode_len + num_steps - 1, int(self.tokens.context_lens.max(initial=1)))
+        return StepShape(len(self.decodes), len(self.prefills), len(self.tokens.input_ids), longest)
+
+    def columns(self, shape: StepShape) -> Int64Array:
+        """[S] of the ring, for each that samples."""
+        return np.concatenate([np.arange(len(self.decodes)), shape.num_decodes + np.flatnonzero(self.samples)])
+
+    def fields(self, shape: StepShape, trash_slot: int, first_row: int, trash_position: int) -> Int64Array:
+        """The buffer of a step of a shape that covers this one."""
+        buffer = _blank(shape, trash_slot, trash_position)
+        fields, tokens, num_prefills = _Fields.of(buffer, shape), self.tokens, len(self.prefills)
+        fields.cursor[0] = first_row
+        fields.slots[: len(self.decodes)] = self.decodes
+        ends = tokens.cu_seqlens_q[1:]
+        fields.prefill_slots[:num_prefills] = self.prefills
+        fields.sampled_slots[:num_prefills] = np.where(self.samples, self.prefills, trash_slot)
+        fields.logits_indices[:num_prefills] = shape.num_decodes + ends - 1
+        fields.query_ends[:] = ends[-1] if num_prefills else 0
+        fields.query_ends[:num_prefills] = ends
+        fields.context_lens[:num_prefills] = tokens.context_lens
+        for name in ("input_ids", "positions", "slot_mapping"):
+            values = getattr(tokens, name)
+            getattr(fields, name)[: len(values)] = values
+        return buffer
+
+
+def _blank(shape: StepShape, trash_slot: int, trash_position: int) -> Int64Array:
+    """The buffer of a step of nothing but padding."""
+    buffer = np.zeros(_Fields.size(shape), dtype=np.int64)
+    fields = _Fields.of(buffer, shape)
+    for slots in (fields.slots, fields.prefill_slots, fields.sampled_slots):
+        slots[:] = trash_slot
+    fields.slot_mapping[:] = trash_position
+    return buffer
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

@@ -1,8 +1,10 @@
 """What runs in the next step. Reads top to bottom: add, schedule, update.
 
 `schedule()` returns a `SchedulerOutput`, a value that says how many tokens each sequence gets; `update()` applies
-what the model answered. Every step has one token budget (`max_num_batched_tokens`): running sequences first, one
-decode token each or the next chunk of their prefill, then waiting sequences while budget, slots and blocks last.
+what the model answered. A device that needs no host between steps is given several at once: `launched()` moves the
+counters on although the tokens are not known yet, and `resolve()` fills them in later. Every step has one token budget
+(`max_num_batched_tokens`): running sequences first, one decode token each or the next chunk of their prefill, then
+waiting sequences while budget, slots and blocks last.
 There is no prefill phase and no decode phase (vLLM v1's idea; iteration-level scheduling is Orca's, OSDI 2022).
 
 State of running sequences is in `SequenceTable`, so that a step costs a few numpy calls; Python loops only over
@@ -29,6 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 Batching = Literal["continuous", "static"]
 
 _MOST_PASSED_OVER = 256  # rows that cannot be admitted yet and are looked past in one step
+_FREE_SHARE = 16  # unless steps are mixed, prompts are read when one slot in so many is free
 _RESERVE_SHARE = 64  # one block in so many stays free for rows that run longer than predicted
 
 
@@ -42,6 +45,8 @@ class SchedulerConfig:
         batching: `continuous` refills a slot in the step after it frees. `static` is the baseline: a batch is prefilled
             together and nothing is admitted until its longest row ends.
         order: who is admitted first, see `cbgen.engine.waiting`.
+        mixed: whether prompts are read in the steps in which other rows decode. If not, a step does one or the other,
+            and prompts are read when a part of the slots has become free.
         prediction: whether rows are admitted while memory lasts for the length they will likely have, and the cheapest
             to compute again is preempted; else while a block in four is left to grow into, and the last is preempted.
     """
@@ -51,6 +56,7 @@ class SchedulerConfig:
     max_model_len: int
     batching: Batching = "continuous"
     order: Order = "file"
+    mixed: bool = True
     prediction: bool = True
 
     def __post_init__(self) -> None:
@@ -133,6 +139,22 @@ class SchedulerOutput:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Steps that are on their way: who gets tokens from them.
+
+    Attributes:
+        sequences: the S that sample in each step; slots: [S] int64, where they were.
+        num_tokens: [S] int64, how many each gets if it does not stop before.
+        num_steps: how many steps.
+    """
+
+    sequences: list[Sequence]
+    slots: Int64Array
+    num_tokens: Int64Array
+    num_steps: int
+
+
 class Scheduler:
     """Owns the waiting and running order and every change to a `Sequence`."""
 
@@ -142,6 +164,7 @@ class Scheduler:
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.admits = True  # False while the run ends
         self._running: Int64Array = np.zeros(0, dtype=np.int64)  # slots in order of admission
+        self._leaving: list[Sequence] = []  # out of their slots, their last tokens pending
         self._predictor = LengthPredictor()
         self._sorted_at = self._predictor.version
         self._waiting = WaitingQueue(config.order, config.max_num_seqs, self._predictor.expected_output)
@@ -157,6 +180,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_leaving(self) -> int:
+        """Sequences that need no slot any more, and whose last tokens are not known yet."""
+        return len(self._leaving)
 
     @property
     def num_waiting(self) -> int:
@@ -193,25 +221,58 @@ class Scheduler:
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide one step. Reserves blocks and moves sequences between the queues; no token id changes here."""
+    def schedule(self, num_steps: int = 1) -> SchedulerOutput:
+        """Decide one step. Reserves blocks and moves sequences between the queues; no token id changes here.
+
+        Args:
+            num_steps: sequences that decode get blocks for so many steps.
+        """
+        if not self.config.mixed and len(self._running):
+            if self._reads_first() and (output := self._schedule_step(self._running[:0], 0)).sequences:
+                return output
+            return self._schedule_step(*self._schedule_decodes(num_steps), only_decodes=True)
+        return self._schedule_step(*self._schedule_decodes(num_steps))
+
+    def lacks_blocks(self, num_steps: int) -> bool:
+        """Whether `schedule` would have to preempt to decode so many steps."""
+        table, blocks, slots = self.table, self.block_manager, self._running
+        missing = -(-self._tokens_after(slots, num_steps) // blocks.block_size) - blocks.num_held[slots]
+        is_decode = table.num_tokens[slots] - table.num_computed_tokens[slots] == 1
+        return int(np.maximum(missing[is_decode], 0).sum()) > blocks.num_free_blocks
+
+    def _tokens_after(self, slots: Int64Array, num_steps: int) -> Int64Array:
+        """[len(slots)] tokens whose KV is computed by then: the last one sampled is not."""
+        table = self.table
+        return np.minimum(table.num_tokens[slots] + num_steps - 1, table.max_total_tokens[slots])
+
+    def _reads_first(self) -> bool:
+        """Whether the next step reads prompts, where a step cannot do both: once begun, and when it is worth it."""
+        num_missing = self.table.num_tokens[self._running] - self.table.num_computed_tokens[self._running]
+        if (num_missing > 1).any():
+            return True
+        if not self.admits or not self._waiting:
+            return False
+        return len(self._free_slots) >= max(1, self.config.max_num_seqs // _FREE_SHARE)
+
+    def _schedule_step(self, decodes: Int64Array, num_preempted: int, *, only_decodes: bool = False) -> SchedulerOutput:
+        """A step of these decodes, and of prompts for the rest of the budget."""
         budget = self.config.max_num_batched_tokens
-        decodes, num_preempted = self._schedule_decodes()
         # The last token of a prompt counts as prefill however its prompt was cut: kernels may sum the two differently.
         is_prompt = self.table.num_computed_tokens[decodes] < self.table.num_prompt_tokens[decodes]
         decodes = decodes[np.argsort(is_prompt, kind="stable")]
         num_decodes = len(decodes) - int(is_prompt.sum())
-        prefills, counts = self._schedule_prefills(budget - len(decodes))
+        prefills, counts = self._schedule_prefills(0 if only_decodes else budget - len(decodes))
         output = SchedulerOutput(self.table, decodes, counts, [], num_decodes, num_preempted)
         # When blocks just ran out, admitting now would only preempt again.
-        new = [] if num_preempted else self._admit(budget - len(decodes) - int(counts.sum()), output)
+        is_closed = only_decodes or num_preempted
+        new = [] if is_closed else self._admit(budget - len(decodes) - int(counts.sum()), output)
         new_slots, new_counts = np.array(new, dtype=np.int64).reshape(-1, 2).T
         output.slots = np.concatenate([decodes, prefills, new_slots])
         output.num_scheduled_tokens = np.concatenate([np.ones(len(decodes), dtype=np.int64), counts, new_counts])
         output.sequences = self._sequences(output.slots)
         return output
 
-    def _schedule_decodes(self) -> tuple[Int64Array, int]:
+    def _schedule_decodes(self, num_steps: int) -> tuple[Int64Array, int]:
         """Slots that have one token to compute, all of them: a long prefill never stalls the others (stall-free
         batching, Sarathi-Serve, arXiv 2403.02310). Where blocks run out, sequences are preempted.
         """
@@ -220,10 +281,11 @@ class Scheduler:
         if self.config.batching == "static" and (num_missing > 1).any():
             return self._running[:0], 0  # a static batch starts together: nobody decodes until every prompt is read
         decodes = self._running[num_missing == 1]
-        num_preempted = 0
-        for slot in decodes[table.num_tokens[decodes] > blocks.num_held[decodes] * blocks.block_size].tolist():
-            num_tokens = int(table.num_tokens[slot])  # 0 if it was preempted for an earlier one
-            while num_tokens and not blocks.allocate(slot, num_tokens):
+        num_preempted, wanted = 0, self._tokens_after(decodes, num_steps)
+        is_short = wanted > blocks.num_held[decodes] * blocks.block_size
+        for slot, num_tokens in zip(decodes[is_short].tolist(), wanted[is_short].tolist(), strict=True):
+            # No tokens are left if it was preempted for an earlier one.
+            while table.num_tokens[slot] and not blocks.allocate(slot, num_tokens):
                 num_preempted += 1
                 if self._preempt() == slot:
                     break
@@ -316,6 +378,7 @@ class Scheduler:
         slot = self._cheapest() if self.config.prediction else int(self._running[-1])
         blocks, sequence = self.block_manager, self.table.sequences[slot]
         assert sequence is not None
+        assert not self.table.num_pending_tokens[slot], "preempted while its tokens are not known"
         num_computed = sequence.num_computed_tokens
         hashes = blocks.hashes(sequence.tokens_between(0, num_computed))
         if len(hashes) > len(sequence.block_hashes):
@@ -357,15 +420,71 @@ class Scheduler:
         ready = slots[num_computed == table.num_tokens[slots]]  # the others have more of their prompt to read
         finished = []
         for position, reason in table.append(ready, token_ids).items():
-            slot = int(ready[position])
-            if reason is FinishReason.NAN_LOGITS:
-                blocks.forget(slot)
-            finished.append(self._finish(slot, reason))
-            if reason is not FinishReason.NAN_LOGITS:
-                self._predictor.ended(finished[-1])
+            finished.append(self._finish_at(int(ready[position]), reason))
         if finished:
             self._running = self._running[table.num_tokens[self._running] > 0]
         return finished
+
+    def launched(self, output: SchedulerOutput, num_steps: int) -> Launched:
+        """Count a step that is being computed, and those that follow it, as done. Sequences that reach their greatest
+        length by that leave their slot at once: nothing of theirs is left to compute.
+
+        Args:
+            output: what `schedule` returned.
+            num_steps: above 1 every sequence of `output` samples.
+        """
+        table, blocks, slots = self.table, self.block_manager, output.slots
+        samples = output.samples
+        sampling = slots[samples]
+        sequences = [output.sequences[position] for position in np.flatnonzero(samples)]
+        num_tokens = np.minimum(table.max_total_tokens[sampling] - table.num_tokens[sampling], num_steps)
+        table.num_computed_tokens[slots] += output.num_scheduled_tokens
+        for slot in slots[blocks.num_unstored[slots] > 0].tolist():
+            blocks.note_computed(slot, int(table.num_computed_tokens[slot]))
+        table.num_tokens[sampling] += num_tokens
+        table.num_pending_tokens[sampling] += num_tokens
+        table.num_computed_tokens[sampling] = table.num_tokens[sampling] - 1
+        is_full = table.num_tokens[sampling] == table.max_total_tokens[sampling]
+        self._leaving += [self._release(slot) for slot in sampling[is_full].tolist()]
+        if is_full.any():
+            self._running = self._running[table.num_tokens[self._running] > 0]
+        return Launched(sequences, sampling, num_tokens, num_steps)
+
+    def resolve(self, launched: Launched, token_ids: Int64Array) -> list[Sequence]:
+        """Fill in what launched steps have sampled; returns the sequences that this finished.
+
+        Args:
+            launched: the earliest that is not resolved yet.
+            token_ids: [num_steps, S] int64, as for `update`; what follows the end of a sequence is not looked at.
+        """
+        table, slots, sequences = self.table, launched.slots, launched.sequences
+        is_here = np.array([table.sequences[slot] is s for slot, s in zip(slots.tolist(), sequences, strict=True)])
+        finished: list[Sequence] = []
+        for step, row in enumerate(token_ids):
+            positions = np.flatnonzero(is_here & (step < launched.num_tokens)) if len(slots) else slots
+            for position, reason in table.append(slots[positions], row[positions]).items():
+                is_here[positions[position]] = False
+                finished.append(self._finish_at(int(slots[positions[position]]), reason))
+        for position in [i for i, s in enumerate(sequences) if s.slot < 0 and s.finish_reason is None]:
+            if self._resolve_late(sequences[position], token_ids[: launched.num_tokens[position], position].tolist()):
+                finished.append(sequences[position])
+        if finished:
+            self._running = self._running[table.num_tokens[self._running] > 0]
+        return finished
+
+    def _resolve_late(self, sequence: Sequence, token_ids: list[int]) -> bool:
+        """The same for one that has left its slot; whether it is finished."""
+        for token_id in token_ids:
+            sequence.finish_reason = sequence.append_late(token_id)
+            if sequence.finish_reason is None:
+                continue
+            self._leaving.remove(sequence)
+            if sequence.finish_reason is FinishReason.NAN_LOGITS:
+                self.block_manager.forget_idle(sequence.block_hashes)
+            else:
+                self._predictor.ended(sequence)
+            return True
+        return False
 
     def end_row(self, index: int, reason: FinishReason) -> None:
         """End every sample of a row that is still here: one of them failed, and the row with it."""
@@ -373,9 +492,21 @@ class Scheduler:
             if sequence.index == index:
                 self._finish(sequence.slot, reason)
         self._running = self._running[self.table.num_tokens[self._running] > 0]
+        for sequence in [s for s in self._leaving if s.index == index]:
+            self._leaving.remove(sequence)
+            sequence.finish_reason = reason
         for sequence in self._waiting.remove_row(index):
             self.block_manager.unwant(sequence.block_hashes)
             sequence.finish_reason = reason
+
+    def _finish_at(self, slot: int, reason: FinishReason) -> Sequence:
+        """The token that was just added ends it."""
+        if reason is FinishReason.NAN_LOGITS:
+            self.block_manager.forget(slot)
+            return self._finish(slot, reason)
+        sequence = self._finish(slot, reason)
+        self._predictor.ended(sequence)
+        return sequence
 
     def _finish(self, slot: int, reason: FinishReason) -> Sequence:
         sequence = self._release(slot)

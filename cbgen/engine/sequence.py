@@ -99,7 +99,8 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         if self._table is not None:
-            output: list[int] = self._table.token_ids[self.slot, len(self.prompt_token_ids) : self.num_tokens].tolist()
+            num_known = self._table.num_known_tokens(self.slot)
+            output: list[int] = self._table.token_ids[self.slot, len(self.prompt_token_ids) : num_known].tolist()
             return output
         return self._output
 
@@ -112,6 +113,20 @@ class Sequence:
     def has_known_length(self) -> bool:
         """Whether nothing but `max_total_tokens` can end it."""
         return not self.stop_token_ids and self.stop_on_text is None
+
+    def append_late(self, token_id: int) -> FinishReason | None:
+        """Add a token that was computed while the sequence had a slot, which it has left; the reason if that ends it.
+
+        The rules are those of `SequenceTable.append`.
+        """
+        assert self._table is None
+        if token_id < 0:
+            return FinishReason.NAN_LOGITS
+        self._output.append(token_id)
+        is_stop = self.stop_on_text is not None and self.stop_on_text(token_id)
+        if is_stop or (token_id in self.stop_token_ids and len(self._output) > self.params.min_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
 
     def tokens_between(self, start: int, stop: int) -> TokenIds:
         """Token ids at positions start..stop-1, prompt and output seen as one. [stop - start] int32"""
@@ -129,12 +144,14 @@ class SequenceTable:
         sequences: the sequence in each slot, or None.
         token_ids: [N, max_model_len] int32, prompt and output; what lies past `num_tokens` is stale.
         num_tokens, num_computed_tokens: [N] int64, 0 in an empty slot.
+        num_pending_tokens: [N] int64, the last so many of `num_tokens` are being sampled: their ids are not known yet.
         num_prompt_tokens, max_total_tokens: [N] int64.
         likely_total_tokens: [N] int64, the length that memory is reserved for.
         min_total_tokens: [N] int64, stop ids count only in sequences longer than this.
         stop_token_ids: [N, most of any sequence] int64, padded with -1.
         temperature, top_k, top_p, min_p, random_words: [N], [N, 4] as in `SamplingInput`, the position apart.
         is_edited: [N] bool, the logits of each new token are edited (repetition penalty, biases).
+        is_host_sampled: [N] bool, the same, and others whose tokens a device cannot choose by itself.
         is_watched: [N] bool, each new token needs a look of its own (text stops, very many stop ids).
     """
 
@@ -143,11 +160,18 @@ class SequenceTable:
         self.token_ids: TokenIds = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # pages come when touched
         self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = _columns(max_num_seqs, 3)
         self.max_total_tokens, self.likely_total_tokens, self.min_total_tokens = _columns(max_num_seqs, 3)
+        (self.num_pending_tokens,) = _columns(max_num_seqs, 1)
         self.stop_token_ids: Int64Array = np.full((max_num_seqs, 1), -1, dtype=np.int64)
         self.temperature, self.top_p, self.min_p = (np.zeros(max_num_seqs, dtype=np.float32) for _ in range(3))
         self.top_k: npt.NDArray[np.int32] = np.zeros(max_num_seqs, dtype=np.int32)
         self.random_words: npt.NDArray[np.uint64] = np.zeros((max_num_seqs, 4), dtype=np.uint64)
-        self.is_edited, self.is_watched = (np.zeros(max_num_seqs, dtype=np.bool_) for _ in range(2))
+        self.is_edited, self.is_host_sampled, self.is_watched = (
+            np.zeros(max_num_seqs, dtype=np.bool_) for _ in range(3)
+        )
+
+    def num_known_tokens(self, slot: int) -> int:
+        """Tokens of a slot whose ids are known."""
+        return int(self.num_tokens[slot] - self.num_pending_tokens[slot])
 
     def enter(self, slot: int, sequence: Sequence, num_computed_tokens: int, likely_total_tokens: int) -> None:
         """Move a sequence into an empty slot."""
@@ -180,6 +204,8 @@ class SequenceTable:
         self.min_p[slot] = params.min_p
         self.random_words[slot, :3] = sequence.random_stream
         self.is_edited[slot] = params.repetition_penalty != 1 or bool(params.logit_bias)
+        has_many_stops = len(sequence.stop_token_ids) > _FEW_STOPS
+        self.is_host_sampled[slot] = self.is_edited[slot] or (has_many_stops and params.min_tokens > 0)
 
     def leave(self, slot: int) -> Sequence:
         """Empty a slot; the sequence takes its output along."""
@@ -189,11 +215,11 @@ class SequenceTable:
         sequence.slot, sequence._table = -1, None
         sequence.output_token_ids = output
         self.sequences[slot] = None
-        self.num_tokens[slot] = self.num_computed_tokens[slot] = 0
+        self.num_tokens[slot] = self.num_computed_tokens[slot] = self.num_pending_tokens[slot] = 0
         return sequence
 
     def append(self, slots: Int64Array, token_ids: Int64Array) -> dict[int, FinishReason]:
-        """Add one sampled token to each of the slots.
+        """Add one sampled token to each of the slots; where tokens are pending, it is the first of these.
 
         Args:
             slots: [S] int64.
@@ -203,10 +229,13 @@ class SequenceTable:
             Position in `slots` and reason of each sequence that has ended, in order.
         """
         is_sound = token_ids >= 0
-        num_tokens = self.num_tokens[slots]
+        num_pending = self.num_pending_tokens[slots]
+        num_tokens = self.num_tokens[slots] - num_pending  # [S] of known ids
         self.token_ids[slots[is_sound], num_tokens[is_sound]] = token_ids[is_sound]
         num_tokens += is_sound
-        self.num_tokens[slots] = num_tokens
+        num_pending = np.maximum(num_pending - 1, 0)
+        self.num_tokens[slots] = num_tokens + num_pending
+        self.num_pending_tokens[slots] = num_pending
         stops = (self.stop_token_ids[slots] == token_ids[:, None]).any(axis=1) & (token_ids >= 0)
         stops &= num_tokens > self.min_total_tokens[slots]
         for position in np.flatnonzero(self.is_watched[slots] & is_sound).tolist():
@@ -224,7 +253,7 @@ class SequenceTable:
         assert sequence is not None
         if sequence.stop_on_text is not None and sequence.stop_on_text(token_id):
             return True
-        return token_id in sequence.stop_token_ids and bool(self.num_tokens[slot] > self.min_total_tokens[slot])
+        return token_id in sequence.stop_token_ids and self.num_known_tokens(slot) > int(self.min_total_tokens[slot])
 
 
 def _columns(size: int, count: int) -> list[Int64Array]:
