@@ -131,6 +131,8 @@ class EngineStats:
         num_prompt_tokens, num_cached_tokens: of rows that got a slot, each sample counted; and how many of these were
             in the prefix cache.
         num_out_of_memory: forward passes that were given up and cut into smaller ones.
+        num_discarded_tokens: computed for a row that had ended already, while the host did not know.
+        graphs_off: why decode steps are not replayed as graphs, where they were meant to be.
         run_seconds: the forward pass, sampling included; `sample_seconds` is that part of it.
         admit_seconds, write_seconds: spent by the caller between steps, on taking rows in (waiting for them included,
             when nothing else is left to do) and on making texts and records of finished ones.
@@ -147,6 +149,8 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_out_of_memory: int = 0
+    num_discarded_tokens: int = 0
+    graphs_off: str = ""
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0
     run_seconds: float = 0.0

@@ -1,8 +1,8 @@
 """Steps recorded once as CUDA graphs and replayed: which shapes are recorded, and when.
 
 A graph holds one shape, so a step runs in the graph of a shape that covers its own; the rest is padding. Recording one
-takes some tenths of a second and memory, so it is done when a shape is wanted, the largest first: smaller ones then find
-room in the memory of the first, which all share. Until a better one pays, a step runs in a larger graph that is there.
+takes time and memory, so it is done when a shape is wanted, the largest first: smaller ones then find room in the
+memory of the first, which all share. Until a graph of its own pays, a step runs in a larger one that is there.
 
 Enters: the shape of a step, and what runs a shape. Leaves: the shape to fill, and what replays it. What records is
 passed in: `CudaCapture` on a GPU, and anything that keeps the function itself where there is none.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -153,11 +154,10 @@ def _cost(shape: StepShape) -> tuple[int, int]:
 
 
 class CudaCapture:
-    """Records on a stream; all recordings share one memory pool, for they are replayed one at a time."""
+    """Records on the current stream; all recordings share one memory pool, for they are replayed one at a time."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._pool: tuple[int, int] | None = None
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch names its type differently from release to release
 
     def __call__(self, run: Run) -> Run:
         """Run it once, so that what is compiled or allocated at first use is there, then record it.
@@ -168,9 +168,8 @@ class CudaCapture:
         run()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -2,9 +2,10 @@
 
     add() ... step() -> finished generations, while has_unfinished
 
-A step is: schedule -> build input -> run -> update. `SchedulerOutput` and `ModelInput` are values, so that a later
-engine can overlap these phases without changing them. A step that fails is run again in parts, so that one row's
-failure stays its own.
+A step is: schedule -> build input -> run -> update. On a device that keeps the state of its slots, these overlap: a
+round of steps is launched while the one before it runs, and its tokens are looked at when they have come (`Rounds`).
+What a device cannot do by itself is run as a step. A step that fails is run again in parts, so that one row's failure
+stays its own.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ import torch
 from cbgen.config import EngineConfig
 from cbgen.engine.block_manager import BlockManager
 from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judge
+from cbgen.engine.cuda_graph import Capture, CudaCapture
 from cbgen.engine.limits import Limits, choose_limits
 from cbgen.engine.loader import LoadedModel
 from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
-from cbgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from cbgen.engine.rounds import Flight, RoundRunner
+from cbgen.engine.scheduler import Launched, Scheduler, SchedulerConfig, SchedulerOutput
 from cbgen.engine.sequence import FinishReason, Sequence
 from cbgen.engine.waiting import ROWS_PER_SLOT, Order
 from cbgen.errors import CbgenError
 from cbgen.params import SamplingParams
 from cbgen.records import EngineStats, Generation
 
+_DECODE_STEPS = {"cuda": 4}  # on CPU there is no host to wait for
 _MOST_WAITING_TOKENS = 1 << 21  # prompt tokens in the queue: with what belongs to them, some tens of megabytes
 
 
@@ -45,7 +49,12 @@ class Engine:
         more_is_coming: set by the caller while its queue of prompts is not empty; only statistics look at it.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
+        """Args:
+        loaded: from `prepare`.
+        config: limits and policies.
+        capture: records steps in place of CUDA graphs; for tests.
+        """
         self.limits: Limits = choose_limits(loaded, config)
         self.stats = EngineStats()
         self.more_is_coming = False
@@ -67,16 +76,28 @@ class Engine:
             max_model_len=limits.max_model_len,
             batching=config.batching,
             order=self._order,
+            mixed="mixed" not in config.disabled,
             prediction="prediction" not in config.disabled,
         )
         self._scheduler = Scheduler(scheduler_config, self._blocks)
         self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
         self._token_limit = TokenLimit(limits.max_num_batched_tokens)
         self._rows_in_succession = RowsInSuccession()
+        decode_steps = _DECODE_STEPS.get(loaded.device.type, 0) if config.decode_steps is None else config.decode_steps
+        # Two rounds may be on their way, so that a row that stops costs at most decode_steps - 1 steps of its slot.
+        self._steps_per_round = max(decode_steps // 2, 1)
+        self._most_in_flight = 1 if decode_steps > 1 else 0
+        self._in_flight: deque[tuple[Flight, Launched]] = deque()
+        self.rounds: RoundRunner | None = None
+        if decode_steps:
+            if capture is None and loaded.device.type == "cuda" and "graphs" not in config.disabled:
+                capture = CudaCapture()
+            budget = limits.max_num_batched_tokens
+            self.rounds = RoundRunner(self._runner, self._blocks, budget, self._steps_per_round, capture)
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_unfinished or bool(self._in_flight)
 
     @property
     def wants_more(self) -> bool:
@@ -88,7 +109,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return self._scheduler.num_running
+        return self._scheduler.num_running + self._scheduler.num_leaving
 
     @property
     def num_waiting(self) -> int:
@@ -121,6 +142,8 @@ class Engine:
             "device": str(self._loaded.device),
             "operators": self._loaded.operators.name,
             "packing": self._loaded.packing,
+            "decode_steps": self._steps_per_round * (1 + self._most_in_flight) if self.rounds is not None else 0,
+            "graphs": self.rounds is not None and self.rounds.graphs is not None,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_model_len": limits.max_model_len,
@@ -173,24 +196,106 @@ class Engine:
         self._scheduler.check_integrity()
 
     def step(self) -> list[Generation]:
-        """Every running sequence one token or chunk further. Returns the generations that ended.
+        """Every running sequence one token or chunk further, or several tokens. Returns the generations that ended.
 
         Raises:
             CbgenError: the device is broken, or the model fails on every row.
         """
-        stats, started = self.stats, time.perf_counter()
-        output = self._scheduler.schedule()
+        stats, num_steps = self.stats, self._steps_per_round
+        ended = self._settle(0) if self._in_flight and self._scheduler.lacks_blocks(num_steps) else []
+        if not self._scheduler.has_unfinished:
+            return ended + self._settle(0)
+        started = time.perf_counter()
+        if num_steps > 1 and self._scheduler.lacks_blocks(num_steps):
+            num_steps = 1
+        output = self._scheduler.schedule(num_steps)
         stats.schedule_seconds += time.perf_counter() - started
-        stats.num_steps += 1
-        stats.num_active += self.num_running
+        if not output.sequences:  # what runs has to end first: its tokens are on their way
+            return ended + self._settle(0)
+        if not self._runs_as_round(output):
+            ended += self._settle(0)
+            self._count(output, 1)
+            return ended + self._run(output.unfinished())
+        has_prompts = output.num_decodes < len(output.sequences)
+        return ended + self._run_round(output, 1 if has_prompts else min(num_steps, output.most_steps))
+
+    def _count(self, output: SchedulerOutput, num_steps: int) -> None:
+        """Statistics of what is about to run."""
+        stats, num_active = self.stats, self._scheduler.num_running
+        stats.num_steps += num_steps
+        stats.num_active += num_active * num_steps
         if self.num_waiting or self.more_is_coming:
-            stats.num_queued_steps += 1
-            stats.num_queued_active += self.num_running
+            stats.num_queued_steps += num_steps
+            stats.num_queued_active += num_active * num_steps
         stats.num_preemptions += output.num_preempted
         stats.num_prompt_tokens += output.num_prompt_tokens
         stats.num_cached_tokens += output.num_cached_tokens
         stats.num_recomputed_tokens += output.num_recomputed_tokens
-        return self._run(output)
+
+    # -- rounds: launched without knowing what came of those before ----------------------------------------------------
+
+    def _runs_as_round(self, output: SchedulerOutput) -> bool:
+        """Whether the device can do all of it by itself, and has the memory."""
+        if self.rounds is None or output.num_tokens > self._token_limit.value:
+            return False
+        return not self._scheduler.table.is_host_sampled[output.slots].any()
+
+    def _run_round(self, output: SchedulerOutput, num_steps: int) -> list[Generation]:
+        """Launch it; returns what ended in earlier ones."""
+        assert self.rounds is not None
+        self._count(output, num_steps)
+        started, failure = time.perf_counter(), None
+        try:
+            flight = self.rounds.launch(output, num_steps)
+        except CbgenError:
+            raise
+        except Exception as error:
+            failure = judge(error)
+        self.stats.build_seconds += time.perf_counter() - started
+        if failure is not None:  # as a step it is contained
+            ended = self._settle(0)
+            if failure.reason is FinishReason.OUT_OF_MEMORY:
+                self.stats.num_out_of_memory += 1
+                self._runner.release_memory()
+            return ended + self._run(output.unfinished())
+        if self.rounds.graphs is not None:
+            self.stats.graphs_off = self.rounds.graphs.reason
+        num_tokens = output.num_tokens + (num_steps - 1) * len(output.sequences)
+        self.stats.num_scheduled_tokens += num_tokens
+        self._in_flight.append((flight, self._scheduler.launched(output, num_steps)))
+        self._token_limit.step_done()
+        return self._settle(self._most_in_flight)
+
+    def _settle(self, num_left: int) -> list[Generation]:
+        """Look at what came of all rounds but the last `num_left`. With none left, the host may change slots."""
+        ended: list[Generation] = []
+        clock, stats = time.perf_counter, self.stats
+        while self.rounds is not None and len(self._in_flight) > num_left:
+            flight, launched = self._in_flight.popleft()
+            started = clock()
+            try:
+                token_ids = self.rounds.collect(flight)
+            except Exception as error:
+                raise CbgenError(f"a step failed on the device: {judge(error).detail}") from error
+            stats.run_seconds += clock() - started
+            started = clock()
+            finished, num_sampled = self._scheduler.resolve(launched, token_ids)
+            ended += [self._ended(sequence) for sequence in finished]
+            stats.num_sampled_tokens += num_sampled
+            stats.num_discarded_tokens += token_ids.size - num_sampled
+            self._rows_in_succession.step_done({}, anything_ran=True)
+            stats.update_seconds += clock() - started
+        if self.rounds is not None and not num_left:
+            self.rounds.forget()
+        return ended
+
+    def _ended(self, sequence: Sequence) -> Generation:
+        """The answer of a sequence, and the end of the row's other samples where it is no good."""
+        if sequence.params.n > 1 and sequence.finish_reason is FinishReason.NAN_LOGITS:
+            self._scheduler.end_row(sequence.index, FinishReason.NAN_LOGITS)
+        return _generation(sequence)
+
+    # -- steps: one after the other ------------------------------------------------------------------------------------
 
     def _run(self, output: SchedulerOutput) -> list[Generation]:
         """Run a step in as few parts as memory allows. What fails is cut until a single row fails, and that row ends.
@@ -246,9 +351,7 @@ class Engine:
                 self._runner.release_memory()  # here, where the exception and the tensors in its frames are gone
             return failure
         for sequence in self._scheduler.update(part, token_ids):
-            ended.append(_generation(sequence))
-            if sequence.params.n > 1 and sequence.finish_reason is FinishReason.NAN_LOGITS:
-                self._scheduler.end_row(sequence.index, FinishReason.NAN_LOGITS)
+            ended.append(self._ended(sequence))
         stats.update_seconds += clock() - ran
         stats.num_scheduled_tokens += model_input.num_tokens
         stats.num_sampled_tokens += len(token_ids)

@@ -132,7 +132,7 @@ class RoundRunner:
         self._max_steps = max_steps
         self._device = runner.loaded.device
         self._is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_slots, max_blocks = block_manager.block_tables.shape
         max_context = max_blocks * block_manager.block_size
         self.state = SlotState.empty(num_slots, max_blocks, runner.kv_cache.trash_block, self._device)
@@ -212,7 +212,8 @@ class RoundRunner:
         """All but the block tables of some slots; each kind of number in one transfer."""
         assert not table.num_pending_tokens[slots].any(), "the last token is not known"
         num_tokens, stops = table.num_tokens[slots], table.stop_token_ids[slots, :STOP_WIDTH]
-        columns = [slots, table.token_ids[slots, num_tokens - 1], num_tokens, table.num_prompt_tokens[slots]]
+        columns: list[npt.NDArray[Any]] = [slots, table.token_ids[slots, num_tokens - 1], num_tokens]
+        columns += [table.num_prompt_tokens[slots]]
         columns += [table.max_total_tokens[slots], table.min_total_tokens[slots], table.top_k[slots]]
         columns += [random_states(table.random_words[slots, :3]).view(np.int64)]
         ints = self._send(np.stack([*columns, *stops.T], axis=1).astype(np.int64))  # [n, 8 + stops]
@@ -244,7 +245,7 @@ class RoundRunner:
         self._landing[rows, :num_columns].copy_(self._ring[rows, :num_columns], non_blocking=True)
         if not self._is_cuda:
             return _nothing
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event.synchronize
 

@@ -104,6 +104,11 @@ class SchedulerOutput:
         )
         return is_ready
 
+    @property
+    def most_steps(self) -> int:
+        """After how many such steps each sequence has reached its greatest length."""
+        return int((self.table.max_total_tokens[self.slots] - self.table.num_tokens[self.slots]).max(initial=1))
+
     # A step that cannot be run whole is run in parts, one after the other; together they are the same step.
 
     def cut(self, max_tokens: int) -> list[SchedulerOutput]:
@@ -450,31 +455,38 @@ class Scheduler:
             self._running = self._running[table.num_tokens[self._running] > 0]
         return Launched(sequences, sampling, num_tokens, num_steps)
 
-    def resolve(self, launched: Launched, token_ids: Int64Array) -> list[Sequence]:
-        """Fill in what launched steps have sampled; returns the sequences that this finished.
+    def resolve(self, launched: Launched, token_ids: Int64Array) -> tuple[list[Sequence], int]:
+        """Fill in what launched steps have sampled.
 
         Args:
             launched: the earliest that is not resolved yet.
             token_ids: [num_steps, S] int64, as for `update`; what follows the end of a sequence is not looked at.
+
+        Returns:
+            The sequences that this finished, and how many of the tokens were added to any.
         """
         table, slots, sequences = self.table, launched.slots, launched.sequences
         is_here = np.array([table.sequences[slot] is s for slot, s in zip(slots.tolist(), sequences, strict=True)])
         finished: list[Sequence] = []
+        num_added = 0
         for step, row in enumerate(token_ids):
             positions = np.flatnonzero(is_here & (step < launched.num_tokens)) if len(slots) else slots
+            num_added += len(positions)
             for position, reason in table.append(slots[positions], row[positions]).items():
                 is_here[positions[position]] = False
                 finished.append(self._finish_at(int(slots[positions[position]]), reason))
         for position in [i for i, s in enumerate(sequences) if s.slot < 0 and s.finish_reason is None]:
-            if self._resolve_late(sequences[position], token_ids[: launched.num_tokens[position], position].tolist()):
+            tokens = token_ids[: launched.num_tokens[position], position].tolist()
+            num_added += self._resolve_late(sequences[position], tokens)
+            if sequences[position].finish_reason is not None:
                 finished.append(sequences[position])
         if finished:
             self._running = self._running[table.num_tokens[self._running] > 0]
-        return finished
+        return finished, num_added
 
-    def _resolve_late(self, sequence: Sequence, token_ids: list[int]) -> bool:
-        """The same for one that has left its slot; whether it is finished."""
-        for token_id in token_ids:
+    def _resolve_late(self, sequence: Sequence, token_ids: list[int]) -> int:
+        """The same for one that has left its slot; how many of the tokens it took."""
+        for count, token_id in enumerate(token_ids, start=1):
             sequence.finish_reason = sequence.append_late(token_id)
             if sequence.finish_reason is None:
                 continue
@@ -483,8 +495,8 @@ class Scheduler:
                 self.block_manager.forget_idle(sequence.block_hashes)
             else:
                 self._predictor.ended(sequence)
-            return True
-        return False
+            return count
+        return len(token_ids)
 
     def end_row(self, index: int, reason: FinishReason) -> None:
         """End every sample of a row that is still here: one of them failed, and the row with it."""

@@ -74,6 +74,8 @@ def summarize(run: RunSummary) -> dict[str, Any]:
         "preemptions": stats.num_preemptions,
         "recomputed_tokens": stats.num_recomputed_tokens,
         "out_of_memory_steps": stats.num_out_of_memory,
+        "discarded_tokens": stats.num_discarded_tokens,
+        "graphs_off": stats.graphs_off,
         "step_seconds": {
             "schedule": round(stats.schedule_seconds, 3),
             "build_input": round(stats.build_seconds, 3),
@@ -112,6 +114,7 @@ def format_summary(summary: dict[str, Any]) -> str:
         ("occupancy", used if summary["steps"] else ""),
         ("shared", shared if cached else ""),
         ("retried", f"{too_large:,} steps ran out of memory and were done in smaller ones" if too_large else ""),
+        ("graphs", f"off, each operator is launched: {summary['graphs_off']}" if summary["graphs_off"] else ""),
         ("time", f"{summary['load_seconds']:,.1f} s to load, {summary['total_seconds']:,.1f} s in all"),
         ("peak memory", _memory(summary)),
     ]
