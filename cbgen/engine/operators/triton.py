@@ -1,0 +1,76 @@
+"""The operators on CUDA, by the Triton kernels of `cbgen.engine.triton`.
+
+The kernels take tensors as a model's layers make them; the rare other one (an unusual dtype, a strange layout) goes to
+the reference, with the same result. Nothing here waits for the device, so that CUDA graphs can hold all of it but
+`argmax` and `draw` with parameters of the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbgen.engine.operators.base import Activation, HeadLayout
+from cbgen.engine.operators.reference import ReferenceOperators
+from cbgen.engine.triton import elementwise
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class TritonOperators(ReferenceOperators):
+    """See `Operators`; what has no kernel is done as in the reference.
+
+    Args:
+        capability: the GPU's compute capability, by which tiles are chosen.
+        num_multiprocessors: of the GPU.
+    """
+
+    name = "triton"
+
+    def __init__(self, capability: tuple[int, int], num_multiprocessors: int) -> None:
+        pass
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """See `Operators.rms_norm`."""
+        fits = x.shape[-1] <= elementwise.MAX_NORM_SIZE and _accepts(x)
+        if not fits or (residual is not None and not _accepts(residual, x.dtype)):
+            return super().rms_norm(x, weight, eps, residual)
+        return elementwise.rms_norm(x, weight, eps, residual)
+
+    def activation_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """See `Operators.activation_mul`."""
+        if not _accepts(gate_up):
+            return super().activation_mul(gate_up, activation)
+        return elementwise.activation_mul(gate_up, activation == "gelu_tanh")
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See `Operators.rope_and_store`."""
+        fits = layout.head_dim <= elementwise.MAX_HEAD_DIM and _accepts(cos) and _accepts(sin)
+        if not fits or not _accepts(qkv, key_cache.dtype):
+            return super().rope_and_store(qkv, layout, cos, sin, key_cache, value_cache, slot_mapping)
+        norms = layout.norms
+        weights = None if norms is None else (norms.query_weight, norms.key_weight, norms.eps)
+        elementwise.rope_and_store(qkv, layout.num_heads, cos, sin, weights, key_cache, value_cache, slot_mapping)
+        return qkv[:, : layout.num_heads * layout.head_dim].view(len(qkv), layout.num_heads, layout.head_dim)
+
+    def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See `Operators.store`."""
+        if not _accepts(key, key_cache.dtype) or not _accepts(value, value_cache.dtype):
+            super().store(key, value, key_cache, value_cache, slot_mapping)
+            return
+        elementwise.store(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _accepts(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernels can read it: their dtypes (or just this one), the last dimension contiguous."""
+    known = tensor.dtype in _DTYPES if dtype is None else tensor.dtype is dtype and dtype in _DTYPES
+    return known and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
