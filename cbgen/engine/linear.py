@@ -44,6 +44,13 @@ class PlainLinear(Linear):
         """See `Linear.forward`."""
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, x: Tensor, residual: Tensor) -> None:
+        """See `Linear.add_to`; without a bias the product itself adds, and its sum is rounded once."""
+        if self.bias is None:
+            residual.addmm_(x, self.weight.t())
+        else:
+            super().add_to(x, residual)
+
 
 _TILE_ROWS = 16  # of AMX: rows up to the next multiple cost nothing
 

@@ -25,6 +25,7 @@ from cbgen.engine.attention.reference import ProbeBackend
 from cbgen.engine.gguf import converted, gguf_tokenizer
 from cbgen.engine.hf_loading import named_errors, quiet_transformers
 from cbgen.engine.kv_cache import LayerSpec
+from cbgen.engine.machine_probe import prefer_growing_segments
 from cbgen.engine.model_files import ModelFiles
 from cbgen.engine.operators.base import Operators
 from cbgen.engine.operators.reference import ReferenceOperators
@@ -47,6 +48,7 @@ class LoadedModel:
         operators: what it is computed with, beside its own modules.
         packing: the form of its weights, see `cbgen.engine.linear`.
         fused: how many modules of each form were joined, see `cbgen.engine.fusion`.
+        weight_bytes: weights that a step of many rows reads; 0 where nobody counted.
     """
 
     model: nn.Module
@@ -64,10 +66,13 @@ class LoadedModel:
     operators: Operators = field(default_factory=ReferenceOperators)
     packing: str = "none"
     fused: dict[str, int] = field(default_factory=dict)
+    weight_bytes: int = 0
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a torch device.
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a torch device; one with a number becomes the current device.
+
+    Timers, and kernels that torch does not launch itself, go to the current one.
 
     Raises:
         UsageError: another name.
@@ -80,8 +85,13 @@ def choose_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    if device.type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if (device.index or 0) >= num_devices:
+            raise ModelError(f"--device {name}: there are {num_devices} CUDA devices, counted from 0")
+        prefer_growing_segments()
+        if device.index is not None:
+            torch.cuda.set_device(device)
     return device
 
 
@@ -245,6 +255,23 @@ def _max_context(name: str, text_config: Any, layers: list[LayerSpec]) -> tuple[
     return context, ""
 
 
+def freeze_position_embeddings(model: nn.Module) -> None:
+    """`dynamic` and `longrope` embeddings stay as they are up to the original context, which `_max_context` sees to.
+
+    Unfrozen they look at the longest position of every step, which makes a CUDA device wait for the host.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = _frozen(kind)  # type: ignore[assignment]
+        elif isinstance(kind, dict):  # by type of layer
+            module.rope_type = {name: _frozen(value) for name, value in kind.items()}  # type: ignore[assignment]
+
+
+def _frozen(rope_type: str) -> str:
+    return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
+
+
 def _probe(name: str, model: nn.Module, windows: dict[int, int], device: torch.device) -> list[LayerSpec]:
     """Short sequences, packed in two ways: what the layers ask for, and whether packing keeps sequences apart.
 
@@ -291,13 +318,6 @@ def _run_uncached(
     return logits.float(), backend.layers
 
 
-def probe_step(loaded: LoadedModel, num_tokens: int) -> None:
-    """Run a step of `num_tokens` tokens without a cache, to see how much memory it takes."""
-    length = min(num_tokens, loaded.max_context)
-    sequences = [[0] * min(length, num_tokens - start) for start in range(0, num_tokens, length)]
-    _run_uncached(loaded.model, loaded.windows, loaded.device, sequences)
-
-
 @torch.inference_mode()
 def forward(
     model: nn.Module, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, context: AttentionContext
@@ -326,6 +346,14 @@ def forward(
 
 def _vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
+
+
+def step_weight_bytes(model: Any) -> int:
+    """Bytes of weights that a step of many rows reads: all of them, but for an embedding that is only looked up."""
+    total: int = sum(parameter.nbytes for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    return total if is_tied else total - int(embedding.weight.nbytes)
 
 
 def _eos_token_ids(model: Any, tokenizer_eos: int | None) -> frozenset[int]:
