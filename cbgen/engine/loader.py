@@ -168,6 +168,7 @@ def wrap_model(
         ModelError: an architecture this engine does not serve.
     """
     model.train(False).requires_grad_(False)
+    stop_looking(model)
     text_config = model.config.get_text_config()
     windows = _windows_by_layer_type(text_config)
     with named_errors(name):
@@ -255,10 +256,11 @@ def _max_context(name: str, text_config: Any, layers: list[LayerSpec]) -> tuple[
     return context, ""
 
 
-def freeze_position_embeddings(model: nn.Module) -> None:
-    """`dynamic` and `longrope` embeddings stay as they are up to the original context, which `_max_context` sees to.
+def stop_looking(model: nn.Module) -> None:
+    """Keep a model from reading its input on the host, where a CUDA device would have to wait in every step.
 
-    Unfrozen they look at the longest position of every step, which makes a CUDA device wait for the host.
+    `dynamic` and `longrope` position embeddings look for the longest position; up to the original context, which
+    `_max_context` sees to, they stay as they are made. Some models look for padding, to warn of it; there is none.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -266,6 +268,8 @@ def freeze_position_embeddings(model: nn.Module) -> None:
             module.rope_type = _frozen(kind)  # type: ignore[assignment]
         elif isinstance(kind, dict):  # by type of layer
             module.rope_type = {name: _frozen(value) for name, value in kind.items()}  # type: ignore[assignment]
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None  # type: ignore[assignment]
 
 
 def _frozen(rope_type: str) -> str:

@@ -112,7 +112,10 @@ class Shape:
 
     def loaded(self, device: str = "cuda") -> LoadedModel:
         """As if it were loaded; its module does not exist."""
-        layers = [LayerSpec(i, self.kv_heads, self.head_dim, self.head_dim, None) for i in range(self.layers)]
+        layers = [
+            LayerSpec(i, self.kv_heads, self.head_dim, self.head_dim, None, 4 * self.kv_heads)
+            for i in range(self.layers)
+        ]
         return LoadedModel(
             model=torch.nn.Identity(), layers=layers, windows={}, vocab_size=self.vocab, max_context=32_768,
             max_context_reason="", eos_token_ids=frozenset(), dtype=torch.bfloat16, device=torch.device(device),

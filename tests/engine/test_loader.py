@@ -13,6 +13,7 @@ from cbgen.engine.limits import choose_limits
 from cbgen.engine.loader import choose_device, load_model, load_tokenizer
 from cbgen.engine.model_files import ModelFiles, find_model, model_identity, sampling_defaults
 from cbgen.errors import ModelError
+from tests.engine import parity
 from tests.engine.parity import load
 from tests.models import VOCAB_SIZE, build_model
 
@@ -98,6 +99,19 @@ def test_position_embeddings_that_depend_on_the_batch_cap_the_context(tmp_path, 
     loaded = load(build_model("llama-ratio-1", tmp_path, rope_parameters=rope))
     assert loaded.max_context == 32
     assert kind in loaded.max_context_reason
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_within_that_context_they_are_frozen_and_right(tmp_path, kind):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4}
+    directory = build_model("llama-ratio-1", tmp_path, rope_parameters=rope)
+    prompts = [list(range(3, 3 + length)) for length in (1, 5, 23)]
+    expected = parity.reference(directory, prompts, 9)
+    loaded = load(directory)
+    assert loaded.model.model.rotary_emb.rope_type == "default"
+    assert parity.compare(expected, parity.generate(loaded, prompts, 9)).wrong == []
 
 
 def test_every_end_of_text_id_counts(tmp_path):
