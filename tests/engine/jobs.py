@@ -1,5 +1,6 @@
 """Whole jobs through the scheduler, with a model that answers by a table: rows come in as the pipeline feeds them."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,7 @@ class Outcome:
     num_computed_tokens: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    num_added: int = 0  # tokens that rounds brought
     most_ahead: int = 0  # rows between the first unfinished one and the last one read
 
 
@@ -87,6 +89,90 @@ def run_job(rows, *, slots, budget, num_blocks, block_size=16, prefix_cache=True
     assert blocks.num_free_blocks == num_blocks, "blocks are held although nobody runs"
     assert [outcome.outputs[i] for i in range(len(rows))] == [[r.token(k) for k in range(r.length)] for r in rows]
     return outcome
+
+
+def run_in_rounds(rows, *, slots, budget, num_blocks, steps, ahead, seed, block_size=16, **policy):
+    """The same with rounds of up to `steps` steps, up to `ahead` of them launched before the first is known. A device
+    computes every token in the order of the launches, of rows that ended meanwhile, too.
+    """
+    rng = np.random.default_rng(seed)
+    longest = max(len(row.prompt) + (row.cap or row.length) for row in rows)
+    config = SchedulerConfig(slots, budget, max(longest, block_size), **policy)
+    blocks = BlockManager(num_blocks, block_size, slots, config.max_model_len, prefix_cache=True)
+    scheduler = Scheduler(config, blocks)
+    memory = np.full((num_blocks, block_size), -1, dtype=np.int64)
+    outcome, in_flight, following = Outcome(), deque(), 0
+    real = {}  # what the device has of a sequence, the tokens that nobody else knows yet included
+
+    def settle(num_left):
+        while len(in_flight) > num_left:
+            launched, token_ids = in_flight.popleft()
+            finished, num_added = scheduler.resolve(launched, token_ids)
+            outcome.num_added += num_added
+            for sequence in finished:
+                outcome.outputs[sequence.index] = sequence.output_token_ids
+            scheduler.check_integrity()
+
+    while following < len(rows) or scheduler.has_unfinished or in_flight:
+        while following < len(rows) and scheduler.num_waiting < 2 * slots:
+            assert scheduler.add(rows[following].sequence(following))
+            following += 1
+        num_steps = int(rng.integers(1, steps + 1))
+        if scheduler.lacks_blocks(num_steps):
+            settle(0)
+            num_steps = 1
+        output = scheduler.schedule(num_steps) if scheduler.has_unfinished else None
+        scheduler.check_integrity()
+        if output is None or not output.sequences:
+            assert in_flight, "nothing runs, and nothing can"
+            settle(0)
+            continue
+        has_prompts = output.num_decodes < len(output.sequences)
+        num_steps = 1 if has_prompts else num_steps
+        if not policy.get("mixed", True) and output.num_decodes:  # but for the last token of a prompt
+            assert output.num_tokens == len(output.sequences)
+        outcome.num_steps += num_steps
+        outcome.num_preempted += output.num_preempted
+        token_ids = _compute_round(output, num_steps, blocks, memory, rows, real)
+        in_flight.append((scheduler.launched(output, num_steps), token_ids))
+        scheduler.check_integrity()
+        settle(int(rng.integers(0, ahead + 1)))
+    assert blocks.num_free_blocks == num_blocks, "blocks are held although nobody runs"
+    assert scheduler.num_leaving == 0
+    expected = [[row.token(k) for k in range(row.length)] for row in rows]
+    assert [outcome.outputs[i] for i in range(len(rows))] == expected
+    assert outcome.num_added == sum(map(len, expected))
+    return outcome
+
+
+def _compute_round(output, num_steps, blocks, memory, rows, real):
+    """[num_steps, S] tokens; like `_compute`, on what the device knows of each sequence."""
+    samples = output.samples
+    token_ids = np.full((num_steps, int(samples.sum())), -7, dtype=np.int64)
+    for step in range(num_steps):
+        column = 0
+        for position, sequence in enumerate(output.sequences):
+            known = real.setdefault(sequence.index, sequence.prompt_token_ids.tolist())
+            start = sequence.num_computed_tokens + step
+            stop = start + int(output.num_scheduled_tokens[position]) if not step else start + 1
+            is_alive = stop < sequence.max_total_tokens
+            if is_alive:
+                positions = np.arange(stop)
+                prints = np.cumsum(np.array(known[:stop], dtype=np.int64) * (positions % 97 + 1)) + positions
+                assert stop <= blocks.capacity(sequence.slot), f"row {sequence.index} writes past its blocks"
+                places = blocks.block_tables[sequence.slot, positions // blocks.block_size]
+                offsets = positions % blocks.block_size
+                held = memory[places, offsets]
+                assert (held[:start] == prints[:start]).all(), f"row {sequence.index} reads what is not its own"
+                memory[places[start:], offsets[start:]] = prints[start:]
+            if samples[position]:
+                row = rows[sequence.index]
+                num_output = len(known) - sequence.num_prompt_tokens
+                if is_alive:
+                    token_ids[step, column] = row.token(num_output) if num_output < row.length else 999
+                    known.append(int(token_ids[step, column]))
+                column += 1
+    return token_ids
 
 
 def _compute(output, blocks, memory):
