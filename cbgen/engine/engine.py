@@ -90,7 +90,8 @@ class Engine:
         self._in_flight: deque[tuple[Flight, Launched]] = deque()
         self.rounds: RoundRunner | None = None
         if decode_steps:
-            if capture is None and loaded.device.type == "cuda" and "graphs" not in config.disabled:
+            is_cuda, is_capturable = loaded.device.type == "cuda", loaded.operators.is_capturable
+            if capture is None and is_cuda and is_capturable and "graphs" not in config.disabled:
                 capture = CudaCapture()
             budget = limits.max_num_batched_tokens
             self.rounds = RoundRunner(self._runner, self._blocks, budget, self._steps_per_round, capture)

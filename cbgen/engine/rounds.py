@@ -147,6 +147,7 @@ class RoundRunner:
         self._ring = torch.zeros(rows, largest.num_rows, dtype=torch.int64, device=self._device)
         self._landing = torch.zeros(rows, largest.num_rows, dtype=torch.int64, pin_memory=self._is_cuda)
         self._num_rounds = 0
+        self._prompt_lens: tuple[list[int], list[int]] = ([], [])  # of a step that is not recorded: ends, context
         self._on_device: list[tuple[Sequence, int] | None] = [None] * num_slots
         self._num_held: Int64Array = np.zeros(num_slots, dtype=np.int64)
 
@@ -172,6 +173,7 @@ class RoundRunner:
             with self._without_sync():
                 self._send_slots(output)
                 self._send_fields(parts.fields(shape, self.state.trash_slot, first_row, self._trash_position))
+                self._prompt_lens = parts.tokens.cu_seqlens_q[1:].tolist(), parts.tokens.context_lens.tolist()
                 for _ in range(num_steps):
                     if replay is None:
                         self._run(shape)
@@ -230,6 +232,7 @@ class RoundRunner:
         state.stop_token_ids[rows, : stops.shape[1]] = ints[:, 8:]
 
     def _send_blank(self, shape: StepShape) -> None:
+        self._prompt_lens = [], []
         self._send_fields(_blank(shape, self.state.trash_slot, self._trash_position))
 
     def _send_fields(self, fields: Int64Array) -> None:
@@ -306,8 +309,8 @@ class RoundRunner:
             cu_seqlens_q=query_starts.int(),
             num_decodes=num_decodes,
             max_context_len=shape.max_context_len,
-            query_starts=[],
-            host_context_lens=[],
+            query_starts=[*range(num_decodes + 1), *(num_decodes + end for end in self._prompt_lens[0])],
+            host_context_lens=[0] * num_decodes + self._prompt_lens[1],  # those of decodes are not known here
         )
         context = AttentionContext(PagedBackend(operators, self._runner.kv_cache, metadata), loaded.windows)
         logits = forward(loaded.model, input_ids, positions, logits_indices, context)

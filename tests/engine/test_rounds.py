@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cbgen.config import EngineConfig
 from cbgen.engine.cuda_graph import CaptureError
@@ -24,6 +25,11 @@ SMALL_POOL_BLOCKS = 8
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     return prepare(load(build_model("llama-ratio-3", tmp_path_factory.mktemp("m"))), set(), print)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return prepare(load(build_model("llama-ratio-3", tmp_path_factory.mktemp("p"))), {"native"}, print)
 
 
 class Recorder:
@@ -208,6 +214,39 @@ def test_blocks_that_hold_nan_reach_no_row(loaded):
         for cache in engine._runner.kv_cache.layer(spec.layer_idx):
             cache.fill_(float("nan"))
     assert tokens(run(engine, rows)) == expected
+
+
+class Traces(Recorder):
+    """Keeps the operators of a step and the tensors they worked on, and nothing of its Python: as a CUDA graph does."""
+
+    def __call__(self, run):
+        run()
+        self.num_recorded += 1
+        return make_fx(run)()
+
+
+def test_a_recorded_step_needs_nothing_of_the_host(loaded, plain):
+    """What was computed from numbers of the host, and not read from the static buffers, would be the same each time."""
+    rows = [
+        (prompt, SamplingParams(max_tokens=p.max_tokens, stop_token_ids=p.stop_token_ids), has_text_stop)
+        for prompt, p, has_text_stop in make_rows(1, 30)
+    ]  # greedy: the reference looks at other parameters
+    expected = tokens(run(Engine(loaded, EngineConfig(max_num_seqs=4)), rows))
+    for config in ({"max_num_seqs": 6}, {"max_num_seqs": 11, "max_num_batched_tokens": 16}):
+        recorder = Traces()
+        engine = Engine(plain, EngineConfig(decode_steps=4, **config), capture=recorder)
+        assert tokens(run(engine, rows)) == expected
+        assert recorder.num_recorded == len(engine.rounds.graphs) >= 1
+        assert engine.stats.num_out_of_memory == 0
+
+
+def test_plain_operators_do_rounds_with_prompts(loaded, plain):
+    """The reference loops over prompts on the host."""
+    rows = make_rows(2, 24)
+    engine = Engine(plain, EngineConfig(max_num_seqs=6, decode_steps=4))
+    engine._run = lambda output: pytest.fail("a round was done as a step")
+    rows = [row for row in rows if row[1].repetition_penalty == 1 and len(row[1].stop_token_ids) < 16]
+    assert tokens(run(engine, rows)) == tokens(run(Engine(loaded, EngineConfig(max_num_seqs=4)), rows))
 
 
 class FailsToRecord(Recorder):

@@ -36,6 +36,7 @@ class Faulty:
     """The reference with some operators whose result goes through `spoil`, which may raise."""
 
     name = "other"
+    is_capturable = True
 
     def __init__(self, spoil, *faulty):
         reference = ReferenceOperators()  # of its own: there, one operator may call another
@@ -119,6 +120,11 @@ def test_honest_operators_are_left_as_they_are(kind, dtype):
 
     operators = InDouble()
     assert trusted(operators, make_shape(kind, dtype), pytest.fail) is operators
+
+
+@pytest.mark.parametrize(("faulty", "is_capturable"), [("store", True), ("sample", False), ("attention", False)])
+def test_steps_are_recorded_unless_what_looks_at_the_host_is_in_them(faulty, is_capturable):
+    assert MixedOperators(Faulty(None), ReferenceOperators(), frozenset({faulty})).is_capturable == is_capturable
 
 
 # -- the trials themselves --------------------------------------------------------------------------------------------

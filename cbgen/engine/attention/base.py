@@ -67,8 +67,8 @@ class AttentionMetadata:
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' tokens in the packed row.
         num_decodes: the first that many sequences have exactly one token.
         max_context_len: none of `context_lens` is above it. The same in all steps of a CUDA graph.
-        query_starts, host_context_lens: `cu_seqlens_q` and `context_lens` as plain ints; empty where the host does not
-            know them, as in steps launched before the ones before them have ended.
+        query_starts, host_context_lens: `cu_seqlens_q` and `context_lens` as plain ints, for operators that loop over
+            prompts on the host. The lengths of decodes may be missing (0), and all of it in steps that are recorded.
     """
 
     slot_mapping: Tensor

@@ -82,9 +82,12 @@ class Operators(Protocol):
 
     Attributes:
         name: how settings and reports call them.
+        is_capturable: whether no call waits for the device, or takes its shapes from what is on it: so that steps can
+            be recorded as graphs. Such operators do not look at `AttentionMetadata`'s lists.
     """
 
     name: str
+    is_capturable: bool
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, [T, H].

@@ -24,6 +24,7 @@ class ReferenceOperators:
     """See `Operators`."""
 
     name = "reference"
+    is_capturable = False  # its attention loops over sequences, and sampling looks at the parameters
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """See `Operators.rms_norm`."""

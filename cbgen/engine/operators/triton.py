@@ -26,6 +26,7 @@ class TritonOperators(ReferenceOperators):
     """
 
     name = "triton"
+    is_capturable = True
 
     def __init__(self, capability: tuple[int, int], num_multiprocessors: int) -> None:
         pass

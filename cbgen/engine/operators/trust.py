@@ -42,6 +42,7 @@ class MixedOperators:
     def __init__(self, operators: Operators, other: Operators, replaced: frozenset[str]) -> None:
         self.name = operators.name
         self.replaced = replaced
+        self.is_capturable = operators.is_capturable and not replaced & {"attention", "sample"}
 
         def chosen(name: str) -> Operators:
             return other if name in replaced else operators
