@@ -8,7 +8,7 @@ TRITON := triton==3.9.0
 OLDER_TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types check parity chaos bench bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz
+.PHONY: help setup run test lint types check parity chaos bench bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz gpu-check
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,3 +74,7 @@ bench-start: setup ## start to first row, and a short job, beside a plain transf
 
 bench-around: setup ## what reader, tokenizer and writer add to the engine's time
 	$(BIN)/python -m tests.benchmarks.around_engine $(ARGS)
+
+# On a machine with a GPU as it is: with its own Python, nothing is installed. Where there is a .venv, with that.
+gpu-check: ## kernels, engine and speed on a GPU, in 8 minutes; rehearse on CPU with ARGS=--dry
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(ARGS)
