@@ -18,9 +18,13 @@ from typing import Any
 
 import torch
 
+from cbgen.engine.containment import judge
+from cbgen.engine.sequence import FinishReason
+
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]
 
+MOST_GRAPHS = 64
 _SHORTEST_CONTEXT = 512
 _TOLERATED_PADDING = 1.25  # a graph for this many times the rows is as good as one of their own
 _WANTED_TO_RECORD = 8  # steps that would have been better off with a graph of their own
@@ -89,7 +93,8 @@ class GraphCache:
     """The graphs of one engine.
 
     Attributes:
-        reason: why nothing is recorded any more; empty as long as it works.
+        reason: why nothing can be recorded; empty where it works. Too little memory is no reason: what is recorded
+            by then stays.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class GraphCache:
         self._max_context_len = max_context_len
         self._graphs: dict[StepShape, Run] = {}
         self._num_wanted: Counter[StepShape] = Counter()
+        self._is_full = False
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -131,22 +137,30 @@ class GraphCache:
 
     def _consider(self, best: StepShape) -> None:
         """Record what is worth it now."""
+        if self._is_full or len(self._graphs) >= MOST_GRAPHS:
+            return
         covering = [shape for shape in self._graphs if shape.covers(best)]
         if any(shape.num_tokens <= _TOLERATED_PADDING * best.num_tokens for shape in covering):
             return
         self._num_wanted[best] += 1
         if not covering and not best.num_prefills:  # the first of its context: the largest
-            self._record(StepShape(padded_rows(self._max_num_seqs), max_context_len=best.max_context_len))
+            self.record(StepShape(padded_rows(self._max_num_seqs), max_context_len=best.max_context_len))
         elif self._num_wanted[best] >= _WANTED_TO_RECORD:
-            self._record(best)
+            self.record(best)
 
-    def _record(self, shape: StepShape) -> None:
+    def record(self, shape: StepShape) -> None:
+        """Record a step of a shape, if there is memory for it."""
         self._blank(shape)
         try:
             self._graphs[shape] = self._capture(lambda: self._run(shape))
-        except CaptureError as error:
-            self.reason = str(error)
-            self._graphs.clear()
+        except Exception as error:
+            if judge(error).reason is FinishReason.OUT_OF_MEMORY:
+                self._is_full = True
+            elif isinstance(error, CaptureError):
+                self.reason = str(error)
+                self._graphs.clear()
+            else:  # the step itself fails, recorded or not
+                raise
 
 
 def _cost(shape: StepShape) -> tuple[int, int]:

@@ -26,9 +26,10 @@ from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judg
 from cbgen.engine.cuda_graph import Capture, CudaCapture
 from cbgen.engine.limits import Limits, choose_limits
 from cbgen.engine.loader import LoadedModel
+from cbgen.engine.machine_probe import free_device_memory
 from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
-from cbgen.engine.rounds import Flight, RoundRunner
+from cbgen.engine.rounds import Flight, RoundRunner, graph_bytes
 from cbgen.engine.scheduler import Launched, Scheduler, SchedulerConfig, SchedulerOutput
 from cbgen.engine.sequence import FinishReason, Sequence
 from cbgen.engine.waiting import ROWS_PER_SLOT, Order
@@ -55,7 +56,10 @@ class Engine:
         config: limits and policies.
         capture: records steps in place of CUDA graphs; for tests.
         """
-        self.limits: Limits = choose_limits(loaded, config)
+        decode_steps = _DECODE_STEPS.get(loaded.device.type, 0) if config.decode_steps is None else config.decode_steps
+        if capture is None and decode_steps and _can_record(loaded, config):
+            capture = CudaCapture()
+        self.limits: Limits = choose_limits(loaded, config, graph_bytes=_graph_bytes(loaded, capture))
         self.stats = EngineStats()
         self.more_is_coming = False
         self._loaded = loaded
@@ -83,16 +87,14 @@ class Engine:
         self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
         self._token_limit = TokenLimit(limits.max_num_batched_tokens)
         self._rows_in_succession = RowsInSuccession()
-        decode_steps = _DECODE_STEPS.get(loaded.device.type, 0) if config.decode_steps is None else config.decode_steps
         # Two rounds may be on their way, so that a row that stops costs at most decode_steps - 1 steps of its slot.
         self._steps_per_round = max(decode_steps // 2, 1)
         self._most_in_flight = 1 if decode_steps > 1 else 0
         self._in_flight: deque[tuple[Flight, Launched]] = deque()
         self.rounds: RoundRunner | None = None
+        is_plain = loaded.device.type == "cuda" and not loaded.operators.is_capturable
+        self._graphs_off = "operators in plain torch wait for the device" if is_plain else ""
         if decode_steps:
-            is_cuda, is_capturable = loaded.device.type == "cuda", loaded.operators.is_capturable
-            if capture is None and is_cuda and is_capturable and "graphs" not in config.disabled:
-                capture = CudaCapture()
             budget = limits.max_num_batched_tokens
             self.rounds = RoundRunner(self._runner, self._blocks, budget, self._steps_per_round, capture)
 
@@ -260,7 +262,8 @@ class Engine:
                 self._runner.release_memory()
             return ended + self._run(output.unfinished())
         if self.rounds.graphs is not None:
-            self.stats.graphs_off = self.rounds.graphs.reason
+            self._graphs_off = self.rounds.graphs.reason
+        self.stats.graphs_off = self._graphs_off
         num_tokens = output.num_tokens + (num_steps - 1) * len(output.sequences)
         self.stats.num_scheduled_tokens += num_tokens
         self._in_flight.append((flight, self._scheduler.launched(output, num_steps)))
@@ -371,6 +374,19 @@ class Engine:
     def _end_row(self, sequence: Sequence, failure: Failure) -> Generation:
         self._scheduler.end_row(sequence.index, failure.reason)
         return replace(_generation(sequence), detail=failure.detail)
+
+
+def _can_record(loaded: LoadedModel, config: EngineConfig) -> bool:
+    return loaded.device.type == "cuda" and loaded.operators.is_capturable and "graphs" not in config.disabled
+
+
+def _graph_bytes(loaded: LoadedModel, capture: Capture | None) -> Callable[[int, int], int]:
+    """What tells how much memory graphs will take, given the tokens and rows of the largest step."""
+    device = loaded.device
+    if capture is None or device.type != "cuda":
+        return lambda num_tokens, num_seqs: 0
+    # Recorded by another: its memory shall be free again before the cache takes the rest.
+    return lambda num_tokens, num_seqs: graph_bytes(loaded, CudaCapture(), num_seqs, lambda: free_device_memory(device))
 
 
 def _generation(sequence: Sequence) -> Generation:

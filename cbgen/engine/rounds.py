@@ -27,8 +27,8 @@ from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
 from cbgen.engine.block_manager import BlockManager
-from cbgen.engine.cuda_graph import Capture, GraphCache, StepShape, padded
-from cbgen.engine.loader import forward
+from cbgen.engine.cuda_graph import MOST_GRAPHS, Capture, GraphCache, StepShape, padded
+from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import TokenArrays, token_arrays
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.operators.backend import PagedBackend
@@ -40,6 +40,7 @@ from cbgen.engine.slot_state import STOP_WIDTH, SlotState, advance, gather_step
 
 Int64Array = npt.NDArray[np.int64]
 
+_BLOCK_SIZE = 16
 _ROUNDS_IN_RING = 3  # one that runs, one that follows it, one that is being read
 
 
@@ -154,6 +155,12 @@ class RoundRunner:
     def forget(self) -> None:
         """The slots may have changed without the device: before the next round it is told all of them again."""
         self._on_device = [None] * len(self._on_device)
+
+    def record(self, shape: StepShape) -> None:
+        """Record a step that does nothing, whether it is wanted or not."""
+        if self.graphs is not None:
+            with self._on_stream():
+                self.graphs.record(shape)
 
     # -- the host's side ----------------------------------------------------------------------------------------------
 
@@ -331,6 +338,26 @@ class RoundRunner:
         )
         forbids_stops = num_tokens < state.min_total_tokens[slots]
         return self._runner.operators.sample(logits, params, state.stop_token_ids[slots], forbids_stops)
+
+
+def graph_bytes(loaded: LoadedModel, capture: Capture, num_seqs: int, free_bytes: Callable[[], int]) -> int:
+    """Memory that the graphs of a run will take, from recording two of its steps on a KV cache of one block.
+
+    Args:
+        loaded: the model.
+        capture: records steps.
+        num_seqs: slots of the run.
+        free_bytes: free memory of the device, now.
+    """
+    blocks = BlockManager(1, _BLOCK_SIZE, num_seqs, _BLOCK_SIZE)
+    before = free_bytes()
+    rounds = RoundRunner(ModelRunner(loaded, 1, _BLOCK_SIZE), blocks, num_seqs, 1, capture)
+    sizes = [before]
+    for num_decodes in (num_seqs, max(num_seqs // 2, 1)):
+        rounds.record(StepShape(num_decodes, max_context_len=_BLOCK_SIZE))
+        sizes.append(free_bytes())
+    first, further = sizes[0] - sizes[1], max(sizes[1] - sizes[2], 0)
+    return max(first, 0) + (MOST_GRAPHS - 1) * further
 
 
 @dataclass(frozen=True, slots=True)
