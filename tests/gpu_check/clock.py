@@ -104,12 +104,17 @@ class Trace:
     shares: dict[str, float]
 
     @property
-    def idle_share(self) -> float:
-        return 1 - self.busy_seconds / self.span_seconds if self.span_seconds else 1.0
+    def idle_share(self) -> float | None:
+        """None where nothing was seen."""
+        return 1 - self.busy_seconds / self.span_seconds if self.span_seconds else None
 
 
 def trace(work: Work, device: torch.device) -> Trace:
-    """Run work under torch's profiler (Kineto) and read when the device was busy; of CPU, when operators ran."""
+    """Run work under torch's profiler (Kineto) and read when the device was busy; of CPU, when operators ran.
+
+    No empty session comes before, as is sometimes advised where graphs were recorded earlier: on CUDA 13 profilers have
+    seen no kernel at all after one.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     is_cuda = device.type == "cuda"

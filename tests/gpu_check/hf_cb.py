@@ -118,6 +118,6 @@ def _answer(manager: Any, rows: Rows, seconds: float) -> float | None:
 
 def _run_own(context: Context, shape: str, dtype: torch.dtype, rows: Rows) -> float:
     loaded = random_model(shape, dtype, context.device, dry=context.dry)
-    watched = open_engine(loaded, GRAPHS_4, **limits(rows, dry=context.dry))
+    watched = open_engine(loaded, GRAPHS_4, **limits(GRAPHS_4, rows, dry=context.dry))
     warm_up(watched, rows)
     return generate(watched.engine, rows.prompts, rows.lengths).seconds

@@ -19,15 +19,18 @@ from tests.gpu_check.clock import synchronize
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way: how many decode steps are launched before the host looks, and which optimizations are off."""
+    """One way: how many decode steps are launched before the host looks, and which optimizations are off.
+
+    `decode_steps` is None where the engine is to choose it.
+    """
 
     name: str
-    decode_steps: int
+    decode_steps: int | None
     disabled: frozenset[str] = frozenset()
 
     @property
     def has_graphs(self) -> bool:
-        return self.decode_steps > 0 and "graphs" not in self.disabled
+        return self.decode_steps != 0 and "graphs" not in self.disabled
 
 
 EAGER = Mode("eager", 0, frozenset({"graphs"}))
@@ -35,6 +38,7 @@ ROUNDS = Mode("eager rounds, K=4", 4, frozenset({"graphs"}))
 GRAPHS_1 = Mode("graphs, K=1", 1)
 GRAPHS_4 = Mode("graphs, K=4", 4)
 GRAPHS_8 = Mode("graphs, K=8", 8)
+CHOSEN = Mode("as the engine chooses", None)
 UNMIXED = Mode("graphs, K=4, not mixed", 4, frozenset({"mixed"}))
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 _SHOWN_FAILURES = 5
+_SHOWN_KERNELS = 6
 
 Json = dict[str, Any]
 
@@ -74,6 +75,18 @@ def _engine(stage: Json) -> list[str]:
         shares = [case["equal_share"] for case in cases if "equal_share" in case]
         equal = f"; {sum(shares) / len(shares):.0%} of rows equal to alone" if shares else ""
         lines.append(f"{dtype:<9} {mode:<28} {len(cases):3} cases, {rows:4} rows, {num_wrong} cases wrong{equal}")
+    return lines + _reasons(stage)
+
+
+def _reasons(stage: Json) -> list[str]:
+    """Why some architectures ran otherwise than they were meant to."""
+    lines = []
+    for what in ("graphs_off", "launch_errors", "replaced", "skipped"):
+        names: dict[str, set[str]] = defaultdict(set)
+        for case in stage["cases"]:
+            if case.get(what):
+                names[str(case[what])].add(case["architecture"])
+        lines += [f"{what}: {', '.join(sorted(of))}: {reason[:100]}" for reason, of in names.items()]
     return lines
 
 
@@ -94,15 +107,20 @@ def _workload(stage: Json) -> list[str]:
         if "skipped" in case:
             text = case["skipped"]
         elif "idle_share" in case:
-            text = f"idle {_share(case['idle_share'])} of {case['trace_seconds']:.1f} s traced"
+            text = f"idle {_share(case['idle_share'])} of {case['trace_seconds']:.1f} s traced, the most time in:"
+            shares = list(case["kernel_shares"].items())[:_SHOWN_KERNELS]
+            text += "".join(f"\n        {share:6.1%} {name}" for name, share in shares)
         else:
             ended = "" if case["is_complete"] else ", cut off"
+            ended += f", no graphs: {case['graphs_off']}" if case["graphs_off"] else ""
+            ended += f", launches failed: {case['launch_errors'][0]}" if case["launch_errors"] else ""
             text = (
                 f"{case['output_tokens_per_s']:9,.0f} tok/s, step {case['step_ms']:.2f} ms, "
                 f"{_share(case['share_of_bound'])} of the bound{ended}"
             )
         lines.append(f"{case['mode']:<24} {text}")
-    return lines
+    replaced = stage["facts"].get("replaced")
+    return [*lines, f"plain torch in place of {', '.join(replaced)}"] if replaced else lines
 
 
 def _peer(stage: Json) -> list[str]:
