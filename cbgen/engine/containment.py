@@ -7,6 +7,7 @@ device has classes of its own for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cbgen.engine.sequence import FinishReason
@@ -18,8 +19,13 @@ _OUT_OF_MEMORY_TEXTS = (
     "cannot allocate memory",  # errno 12
     "not enough memory",  # torch's CPU allocator on other systems
     "alloc_failed",  # cuBLAS and cuDNN workspaces
+    "cublas_status_not_initialized",  # what cuBLAS says when there is no memory for a handle
 )
-_BROKEN_DEVICE_TEXTS = ("cuda error", "hip error", "device-side assert")
+_BROKEN_DEVICE_TEXTS = (
+    *("cuda error", "cuda driver error", "hip error", "device-side assert"),
+    *("triton error [cuda]", "illegal memory access", "misaligned address", "unspecified launch failure"),
+)
+_CAPTURE_TEXT = "captur"  # a graph cannot be recorded; the device is well
 _LONGEST_DETAIL = 300
 _GOOD_STEPS_TO_DOUBLE = 64
 _ROWS_IN_SUCCESSION = 3
@@ -41,16 +47,34 @@ def judge(error: Exception) -> Failure:
     """
     detail = _first_line(error)
     text = str(error).lower()
-    if isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY_TEXTS):
-        return Failure(FinishReason.OUT_OF_MEMORY, detail)
-    if type(error).__name__ == "AcceleratorError" or any(part in text for part in _BROKEN_DEVICE_TEXTS):
+    for cause in causes(error):  # what ended a recording says so and no more; why is in what came before it
+        if isinstance(cause, MemoryError) or any(part in str(cause).lower() for part in _OUT_OF_MEMORY_TEXTS):
+            return Failure(FinishReason.OUT_OF_MEMORY, _first_line(cause))
+    is_broken = type(error).__name__ == "AcceleratorError" or any(part in text for part in _BROKEN_DEVICE_TEXTS)
+    if is_broken and _CAPTURE_TEXT not in text:
         raise CbgenError(
             f"the device failed ({detail}); finished rows are kept, run the same command again to continue"
         )
     return Failure(FinishReason.ENGINE_ERROR, detail)
 
 
-def _first_line(error: Exception) -> str:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, then those that it came from, the last being the first that happened."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def root_cause(error: BaseException) -> str:
+    """The first of an exception's causes in one short line."""
+    *_, first = causes(error)
+    return _first_line(first)
+
+
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:_LONGEST_DETAIL]
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from cbgen.engine.containment import judge
+from cbgen.engine.containment import judge, root_cause
+from cbgen.engine.machine_probe import end_failed_capture
 from cbgen.engine.sequence import FinishReason
 
 Run = Callable[[], None]
@@ -180,15 +181,16 @@ class CudaCapture:
             CaptureError: it does something that a graph cannot hold.
         """
         run()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             stream = torch.cuda.current_stream()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             torch.cuda.synchronize()  # a device that does not survive this raises here
-            raise CaptureError(lines[0][:200]) from error
-        self._pool = graph.pool()
+            end_failed_capture(self._pool)
+            raise CaptureError(root_cause(error)) from error
         replay: Run = graph.replay
         return replay

@@ -35,7 +35,6 @@ _SLOTS_STEP, _LEAST_SLOTS, _MOST_SLOTS = 64, 256, 1024
 _BEYOND_BALANCE = 4  # a step's prompt tokens, in units of those at which arithmetic takes as long as reading weights
 _HOST_SECONDS = 0.004  # taken to pass until the host has launched a step with prompts: arithmetic should last as long
 _TOKENS_STEP, _LEAST_TOKENS, _MOST_TOKENS = 256, 512, 8192
-_BYTES_PER_GRAPH = 16 << 20  # taken for what the driver keeps of a captured step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +90,6 @@ class ModelSizes:
         """Estimate of a step's memory beyond weights and KV cache."""
         return self.activation_bytes(num_tokens) + self.logits_bytes(num_seqs)
 
-    def graph_bytes(self, num_tokens: int, num_seqs: int, num_graphs: int) -> int:
-        """Estimate for captured steps that share a pool: the largest one's tensors, and what the driver keeps of each.
-
-        Args:
-            num_tokens, num_seqs: of the largest captured step.
-            num_graphs: how many are captured at most.
-        """
-        return self.step_bytes(num_tokens, num_seqs) + num_graphs * _BYTES_PER_GRAPH if num_graphs else 0
-
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -141,7 +131,7 @@ def choose_limits(
         loaded: the model, on its device.
         config: the user's wishes.
         resources: of the device; measured when None.
-        graph_bytes: memory to set aside for captured steps, given the limits on tokens and rows of a step.
+        graph_bytes: memory to set aside for recorded steps, given the limits on tokens and rows of a step.
 
     Raises:
         UsageError: --max-model-len is beyond what the model can do.
@@ -156,7 +146,8 @@ def choose_limits(
     block_bytes = bytes_per_block(loaded.layers, BLOCK_SIZE, loaded.dtype)
     if config.kv_cache_memory is None:
         step, taken = _fitting_step(sizes, wish, resources.measured_step_bytes, usable)
-        budget = usable - taken - graph_bytes(step.num_tokens, step.num_seqs) - block_bytes  # one block for padding
+        graphs = graph_bytes(step.num_tokens, step.num_seqs)
+        budget = usable - taken - graphs - block_bytes  # one block for padding
     else:
         step, budget = wish, config.kv_cache_memory
     wanted = step.num_seqs * -(-max_model_len // BLOCK_SIZE)

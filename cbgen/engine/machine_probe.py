@@ -6,9 +6,11 @@ measure a device are here, so that the choices themselves can be checked without
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -106,6 +108,19 @@ def release_cached_memory(device: torch.device) -> None:
     """Give back what torch's allocator keeps of a CUDA device. Waits for the device: not for the path of a step."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def end_failed_capture(pool: Any) -> None:
+    """Tell torch's allocator that the recording of a graph into a pool is over, after it failed.
+
+    Torch before 2.12 forgets it, and then neither gives back cached memory nor lets `empty_cache` pass
+    (https://github.com/pytorch/pytorch/pull/180395).
+
+    Args:
+        pool: from `torch.cuda.graph_pool_handle`.
+    """
+    with contextlib.suppress(RuntimeError):  # it did not forget
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def prefer_growing_segments(environment: MutableMapping[str, str] = os.environ) -> None:

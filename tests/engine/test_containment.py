@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cbgen.config import EngineConfig
-from cbgen.engine.containment import RowsInSuccession, TokenLimit, judge
+from cbgen.engine.containment import RowsInSuccession, TokenLimit, causes, judge, root_cause
 from cbgen.engine.engine import Engine
 from cbgen.engine.kv_cache import bytes_per_block
 from cbgen.engine.sequence import FinishReason
@@ -27,6 +27,10 @@ MEMORY_ERRORS = [
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000000000 bytes."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    torch.AcceleratorError("CUDA error: out of memory", 2),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
 ]
 
 
@@ -349,12 +353,47 @@ def test_every_kind_of_short_memory_is_known(error):
         torch.AcceleratorError("an illegal memory access was encountered", 700),
         RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"),
         RuntimeError("HIP error: invalid device function"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("CUDA driver error: unknown error"),
     ],
     ids=str,
 )
 def test_a_broken_device_ends_the_run(error):
     with pytest.raises(CbgenError, match=r"^the device failed \(.*Error: [^\n]*\); finished rows are kept, run"):
         judge(error)
+
+
+def after(error, first):
+    """An exception raised while another one was being handled."""
+    error.__context__ = first
+    return error
+
+
+def end_of_capture():
+    """What leaving a recording raises that has failed; it does not say why."""
+    return torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture", 901)
+
+
+def test_a_recording_that_ran_out_of_memory_is_short_of_memory():
+    failure = judge(after(end_of_capture(), MEMORY_ERRORS[0]))
+    assert failure.reason is FinishReason.OUT_OF_MEMORY
+    assert failure.detail.startswith("OutOfMemoryError: CUDA out of memory.")
+
+
+def test_a_recording_that_is_not_possible_leaves_the_device_well():
+    looked = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing", 900)
+    for error in (looked, end_of_capture(), after(end_of_capture(), looked)):
+        assert judge(error).reason is FinishReason.ENGINE_ERROR
+    assert root_cause(after(end_of_capture(), looked)) == f"AcceleratorError: {looked}"
+
+
+def test_causes_end_even_in_a_circle():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__cause__ = second, first
+    assert list(causes(second)) == [second, first]
+    hidden = after(KeyError("mine"), MemoryError())
+    hidden.__suppress_context__ = True  # raise ... from None
+    assert judge(hidden).reason is FinishReason.ENGINE_ERROR
 
 
 def test_details_are_one_short_line():

@@ -103,6 +103,29 @@ def test_original_weights_are_freed(tmp_path):
         assert not any("proj" in name for name in left)
 
 
+def test_joining_never_holds_more_than_one_layer_twice(tmp_path, monkeypatch):
+    """An 8B model has to fit beside what its joined layers take while they are made."""
+    loaded = _load("llama-ratio-3", tmp_path, num_hidden_layers=6)
+    originals = [weakref.ref(parameter) for parameter in loaded.model.parameters()]
+    made, sizes = [], []
+    make = LinearFactory.make
+
+    def counting_make(self, weight, bias):
+        linear = make(self, weight, bias)
+        if all(weight.data_ptr() != o().data_ptr() for o in originals if o() is not None):
+            made.append(weakref.ref(linear.weight))
+        alive = [reference() for reference in (*originals, *made)]
+        sizes.append(sum(tensor.nbytes for tensor in alive if tensor is not None))
+        return linear
+
+    monkeypatch.setattr(LinearFactory, "make", counting_make)
+    whole = sum(parameter.nbytes for parameter in loaded.model.parameters())
+    layer = sum(parameter.nbytes for parameter in loaded.model.model.layers[0].parameters())
+    assert prepare(loaded, {"native"}, print).fused["layers"] == 6
+    assert len(made) == 12, "projections, and gates with what they gate; the rest is taken as it is"
+    assert whole < max(sizes) <= whole + layer
+
+
 def test_every_linear_layer_is_packed_when_there_is_a_kernel(tmp_path):
     loaded = prepare(_load("phi3-fused-qkv", tmp_path, "bfloat16"), set(), print)
     if loaded.packing == "none":
