@@ -176,6 +176,29 @@ def test_packages_that_are_missing_or_old_are_named(monkeypatch):
 # -- hardware ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("facts", "status", "text"),
+    [
+        (("3.6.0", "/usr/bin/gcc", True), "ok", "Triton 3.6.0"),
+        ((None, "/usr/bin/gcc", True), "warn", "run `pip install triton`"),
+        (("3.6.0", None, True), "warn", "install gcc, or set CC"),
+        (("3.6.0", "/usr/bin/gcc", False), "warn", "install python3-dev"),
+    ],
+)
+def test_kernels_for_a_gpu_need_triton_and_a_compiler(facts, status, text):
+    version, compiler, has_headers = facts
+    check = software.check_triton(version, compiler, has_headers=has_headers)
+    assert check.status == status
+    assert text in check.message
+
+
+@pytest.mark.parametrize("devices", [[], [GPU]], ids=["no GPU", "a GPU"])
+def test_triton_is_looked_at_where_there_is_a_gpu(devices, monkeypatch):
+    monkeypatch.setattr(examination, "probe_torch", lambda: TorchFacts(version="2.13.0", cuda="13.0", devices=devices))
+    monkeypatch.setattr(examination, "find_driver", lambda: "580.1")
+    assert ("triton" in [check.name for check in examination.examine()]) == bool(devices)
+
+
 def test_devices_are_listed_with_their_memory():
     free, busy = hardware.check_devices(TorchFacts(devices=[GPU, {**GPU, "free": 10 << 30}]))
     assert (free.status, busy.status) == ("ok", "warn")

@@ -23,7 +23,7 @@ from cbgen.doctor.hardware import (
     find_cpu_quota,
     find_memory,
 )
-from cbgen.doctor.software import check_packages, check_python, check_torch, find_driver, probe_torch
+from cbgen.doctor.software import check_packages, check_python, check_torch, find_driver, find_triton, probe_torch
 from cbgen.errors import ModelError
 
 DOCUMENT_VERSION = 1
@@ -44,6 +44,7 @@ def examine(output: str | None = None) -> list[Check]:
         *check_packages(),
         check_torch(torch, find_driver()),
         *check_devices(torch),
+        *([find_triton()] if torch.devices else []),
         check_bfloat16(find_cpu_flags(), has_gpu=bool(torch.devices)),
         check_cores(find_cores(), find_cpu_quota()),
         check_memory(*find_memory()),

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +117,24 @@ def check_torch(torch: TorchFacts, driver: str | None) -> Check:
     return Check("torch", "ok", f"{built}, NVIDIA driver {driver}" if driver else built)
 
 
+def check_triton(version: str | None, compiler: str | None, *, has_headers: bool) -> Check:
+    """Whether the kernels for a GPU can be built.
+
+    Args:
+        version: of Triton.
+        compiler: a C compiler, with which some versions of Triton build what launches a kernel.
+        has_headers: whether Python's headers are there, which that needs as well.
+    """
+    slower = "without, a run on the GPU uses plain torch and is much slower"
+    if version is None:
+        return Check("triton", "warn", f"Triton is not installed; {slower}; run `pip install triton`")
+    if compiler is None:
+        return Check("triton", "warn", f"Triton {version} may need a C compiler; {slower}; install gcc, or set CC")
+    if not has_headers:
+        return Check("triton", "warn", f"Triton {version} may need Python.h; {slower}; install python3-dev")
+    return Check("triton", "ok", f"Triton {version}")
+
+
 def probe_torch() -> TorchFacts:
     """Ask torch in a process of its own, and wait no longer than half a minute."""
     try:
@@ -140,6 +161,13 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return result.stdout.split("\n")[0].strip() or None
     return None
+
+
+def find_triton() -> Check:
+    """`check_triton` of this machine."""
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return check_triton(_version_of("triton"), compiler, has_headers=headers.exists())
 
 
 def _version_of(name: str) -> str | None:
