@@ -5,7 +5,8 @@ BIN := .venv/bin
 ARGS ?=
 # Builds of torch without CUDA bring no Triton; its kernels are tested there all the same, on this one and an older one.
 TRITON := triton==3.9.0
-OLDER_TRITON := triton==3.6.0
+# The older one's interpreter takes arrays of one element for numbers, which NumPy 2.4 refuses.
+OLDER_TRITON := triton==3.6.0 numpy==2.3.5
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types check parity chaos bench bench-host bench-memory bench-rows bench-start bench-around field-cases fuzz gpu-check

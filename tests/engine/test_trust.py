@@ -138,7 +138,8 @@ def results(shape, operators=None):
 def test_trials_cover_every_operator_and_are_the_same_each_time(kind):
     first, second = results(make_shape(kind)), results(make_shape(kind))
     assert {name for name, _ in first} == set(OPERATOR_NAMES) - ({"rope_and_store"} if kind == "two-dims" else set())
-    for (_, values), (_, again) in zip(first, second, strict=True):
+    for (operator, values), (_, again) in zip(first, second, strict=True):
+        assert operator != "attention" or values["output"].isfinite().all()
         for name, value in values.items():
             assert torch.equal(value.float().nan_to_num(7.0), again[name].float().nan_to_num(7.0))
 

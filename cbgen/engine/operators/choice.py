@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Set
 
 import torch
@@ -46,13 +47,14 @@ def _triton(device: torch.device, shape: ModelShape, notice: Callable[[str], Non
     if importlib.util.find_spec("triton") is None:
         notice("Triton is not installed, so this run is slower: pip install triton")
         return ReferenceOperators()
+    # Triton 3.10 no longer contracts a * b + c unless told to: the same sums with every version.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     try:
         # Only here: where there is no CUDA, there is no Triton.
-        kernels = importlib.import_module("cbgen.engine.operators.triton")
+        from cbgen.engine.operators.triton import TritonOperators
+
         properties = torch.cuda.get_device_properties(device)
-        operators: Operators = kernels.TritonOperators(
-            (properties.major, properties.minor), properties.multi_processor_count
-        )
+        operators = TritonOperators((properties.major, properties.minor), properties.multi_processor_count)
     except Exception as error:  # a Triton that does not go with this torch or driver
         notice(f"Triton does not work here, so this run is slower: {type(error).__name__}: {error}")
         return ReferenceOperators()

@@ -24,6 +24,7 @@ from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Head
 _ROWS = 5
 _BLOCK_SIZE = 16
 _WINDOW = 16  # windows are tried at this length: kernels for longer ones are the same, and short contexts feel it
+_UNSPLIT = 512  # rows times KV heads that are too many to be split on any GPU
 _NUM_LIKELY = 8  # tokens that draws choose between; each has about half the weight of the one before
 _FIRST_POSITION = 7  # of draws whose random numbers come from their position; with these, none is near a border
 
@@ -153,7 +154,7 @@ def _rope_and_store(
 def _steps(kind: LayerSpec) -> Iterator[tuple[list[int], list[int]]]:
     """(Positions that sequences hold, and how many of the last sequences' are in this step, one of all others.)"""
     yield [700, 33, 1], []  # few rows, long ones: kernels may split them
-    yield [1 + index % 40 for index in range(512 // kind.num_kv_heads + 1)], []  # too many to be split
+    yield [1 + index % 40 for index in range(_UNSPLIT // kind.num_kv_heads + 1)], []
     yield [40, 70, 1], [40, 9, 1]  # a prompt, the end of one that was begun before, one of one token
     yield [19, 50, 34, 90], [34, 17]
 
@@ -185,7 +186,8 @@ def _attention(
 def _filled_caches(
     random: _Random, shape: ModelShape, kind: LayerSpec, lengths: list[int], counts: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(keys, values, block tables) of sequences in blocks of no order; what no query sees is NaN."""
+    """(keys, values, block tables) of sequences in blocks of no order; NaN past their ends, and before the windows of
+    those with one token."""
     num_blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
     blocks = random.permutation(sum(num_blocks))
     keys, values = _empty_caches(shape, kind, len(blocks))
@@ -194,7 +196,7 @@ def _filled_caches(
     for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         own, blocks = blocks[: num_blocks[index]], blocks[num_blocks[index] :]
         tables[index, : len(own)] = own
-        first = max(0, length - count - kind.window + 1) if kind.window else 0
+        first = max(0, length - kind.window) if kind.window and count == 1 else 0
         positions = torch.arange(first, length, device=shape.device)
         slots.append(own[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
     slot = torch.cat(slots)

@@ -1,10 +1,12 @@
 """Triton's interpreter, on CPU: `tests/conftest.py` asks for it before anything can have imported Triton."""
 
 import importlib.util
+import os
 
 import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]  # torch on other systems has none
+EVERY = "TRITON_TESTS_EVERY"  # set to 5, one test in five runs
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,3 +16,18 @@ def _interpreter():
     from triton.runtime.interpreter import InterpretedFunction
 
     assert isinstance(triton.language.cdiv, InterpretedFunction), "TRITON_INTERPRET=1 came after `import triton`"
+
+
+def pytest_collection_modifyitems(config, items):
+    stride = int(os.environ.get(EVERY, "1"))
+    if stride > 1:
+        config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % stride])
+        items[:] = items[::stride]
+
+
+def pytest_report_header():
+    if importlib.util.find_spec("triton"):
+        import triton
+
+        return f"Triton {triton.__version__}"
+    return []

@@ -1,0 +1,138 @@
+"""What is compiled for GPUs that are not there: calls of our operators that together need every kernel in every form.
+
+Enters: nothing. Leaves: calls by label. They are those that a run makes at its start, `trials.py`, for models of the
+shapes below; dtypes, head sizes and options are paired in these rather than crossed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+from cbgen.engine.kv_cache import LayerSpec
+from cbgen.engine.operators.base import HeadLayout, SampleTensors
+from cbgen.engine.operators.trials import ModelShape, Trial, make_trials
+from cbgen.engine.operators.triton import TritonOperators
+from tests.engine.triton.machines import Machine
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Call = Callable[[Machine], object]
+
+
+def heads(num_heads, num_kv_heads, key_dim, value_dim=None, **options):
+    """A kind of attention layer."""
+    options.setdefault("window", None)
+    return LayerSpec(0, num_kv_heads, key_dim, value_dim or key_dim, num_heads=num_heads, **options)
+
+
+# dtype, hidden size, intermediate size, vocabulary, kinds of layers: all operators of these models are compiled
+MODELS = {
+    "Llama-3.1-8B": (BF16, 4096, 14_336, 128_256, [heads(32, 8, 128)]),
+    "SmolLM2-135M": (FP32, 576, 1536, 49_152, [heads(9, 3, 64)]),
+}
+MORE_MODELS = {
+    "Qwen3-0.6B": (BF16, 1024, 3072, 151_936, [heads(16, 8, 128)]),
+    "Qwen2.5-7B": (FP16, 3584, 18_944, 152_064, [heads(28, 4, 128)]),
+    "gpt-oss-20b": (BF16, 2880, 2880, 201_088, [heads(64, 8, 64, has_sinks=True, window=w) for w in (None, 128)]),
+}
+# dtype and kind of layer: attention alone. With the models above, each entry of each table and each option.
+ATTENTION = {
+    "bfloat16 64": (BF16, heads(64, 8, 64, has_sinks=True, window=128)),
+    "bfloat16 256": (BF16, heads(16, 8, 256, softcap=50.0)),
+    "float16 128": (FP16, heads(28, 4, 128, window=4096)),
+    "float32 128": (FP32, heads(32, 8, 128, softcap=30.0)),
+    "float32 256": (FP32, heads(4, 1, 256, has_sinks=True, window=512)),
+}
+MORE_ATTENTION = {
+    "tiny": (FP32, heads(4, 2, 16)),
+    "Gemma 2, sliding": (BF16, heads(16, 8, 256, softcap=50.0, window=4096)),
+    "multi-head": (BF16, heads(32, 32, 80)),
+    "odd window": (BF16, heads(32, 32, 96, window=2047)),
+    "latent": (BF16, heads(16, 16, 192, 128)),
+    "multi-query": (FP16, heads(71, 1, 64)),
+    "float16, all options": (FP16, heads(8, 4, 256, has_sinks=True, softcap=50.0, window=128)),
+}
+
+
+def trial_calls(*, everything: bool) -> dict[str, Call]:
+    """Label -> a function that makes the call on the operators of a machine."""
+    calls: dict[str, Call] = {}
+    for name, (dtype, *sizes, layers) in (MODELS | (MORE_MODELS if everything else {})).items():
+        shape = ModelShape(dtype, torch.device("cpu"), *sizes, tuple(layers))
+        calls |= _calls(name, list(make_trials(shape)))
+    for name, (dtype, layer) in (ATTENTION | (MORE_ATTENTION if everything else {})).items():
+        shape = ModelShape(dtype, torch.device("cpu"), 64, 64, 64, (layer,))
+        calls |= _calls(name, [trial for trial in make_trials(shape) if trial.operator == "attention"])
+    return calls
+
+
+def _calls(name: str, trials: list[Trial]) -> dict[str, Call]:
+    return {f"{name}: {trial.operator} {index}": partial(_run, trial) for index, trial in enumerate(trials)}
+
+
+def _run(trial: Trial, machine: Machine) -> None:
+    trial.run(_operators(machine))
+
+
+def _operators(machine: Machine) -> TritonOperators:
+    return TritonOperators(machine.capability, machine.num_multiprocessors)
+
+
+# -- one model's steps: what is compiled again when only the batch changes ---------------------------------------------
+
+_HEADS, _KV_HEADS, _DIM, _HIDDEN, _INTERMEDIATE, _VOCABULARY = 32, 8, 128, 4096, 14_336, 128_256
+_DECODES = (1, 2, 3, 8, 16, 17, 24, 64, 100, 256, 257, 512)
+_LONGEST = (1, 16, 100, 1024, 5000, 131_072)
+
+
+def step_calls() -> dict[str, Call]:
+    """Steps of many sizes of the same model: numbers of rows, of prompts, of tokens, and lengths."""
+    calls: dict[str, Call] = {}
+    for num_decodes, chunks, longest in _step_sizes():
+        label = f"{num_decodes} decodes, {len(chunks)} prompts of {sum(chunks)}, {longest} positions"
+        calls[label] = partial(_step, num_decodes, chunks, longest)
+    return calls
+
+
+def _step_sizes() -> Iterator[tuple[int, list[int], int]]:
+    for num_decodes in _DECODES:
+        for longest in _LONGEST:
+            yield num_decodes, [], longest
+    for num_decodes in (0, 1, 16, 17):
+        for chunks in ([1], [15], [16], [512], [7, 9], [1] * 16, [100] * 5):
+            yield num_decodes, chunks, 1000
+
+
+def _step(num_decodes: int, chunks: list[int], longest: int, machine: Machine) -> None:
+    """The operators of one layer and the sampler, as a step has them; values do not matter here."""
+    operators = _operators(machine)
+    counts = [1] * num_decodes + chunks
+    num_tokens, num_seqs = sum(counts), len(counts)
+    x = torch.zeros(num_tokens, _HIDDEN, dtype=BF16)
+    operators.rms_norm(x, torch.ones(_HIDDEN), 1e-5)
+    operators.rms_norm(x, torch.ones(_HIDDEN), 1e-5, x)
+    operators.activation_mul(x.new_zeros(num_tokens, 2 * _INTERMEDIATE), "silu")
+    keys, values = x.new_zeros(2, 4, _KV_HEADS, 16, _DIM)
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    metadata = AttentionMetadata(
+        slot_mapping=slots,
+        block_tables=torch.zeros(num_seqs, -(-longest // 16), dtype=torch.int32),
+        context_lens=torch.ones(num_seqs, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        num_decodes=num_decodes,
+        max_context_len=longest,
+        query_starts=[],
+        host_context_lens=[],
+    )
+    cos = x.new_zeros(num_tokens, _DIM)
+    qkv = x.new_zeros(num_tokens, (_HEADS + 2 * _KV_HEADS) * _DIM)
+    query = operators.rope_and_store(qkv, HeadLayout(_HEADS, _KV_HEADS, _DIM), cos, cos, keys, values, slots)
+    operators.attention(AttentionCall(0, _DIM**-0.5), query, keys, values, metadata)
+    number = torch.zeros(num_seqs, dtype=torch.int64)
+    fraction = torch.zeros(num_seqs)
+    params = SampleTensors(fraction, number.int(), fraction, fraction, number, number)
+    stops = torch.full((num_seqs, 16), -1)
+    operators.sample(x.new_zeros(num_seqs, _VOCABULARY), params, stops, torch.zeros(num_seqs, dtype=torch.bool))
