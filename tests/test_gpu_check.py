@@ -15,6 +15,7 @@ pytest.importorskip("triton")  # torch on other systems has none
 pytest.importorskip("cbgen.engine.triton.attention")
 
 from tests.engine.parity import Reference
+from tests.gpu_check import candidates, clock, machine
 from tests.gpu_check.clock import covered, summarize
 from tests.gpu_check.driver import RunOptions, StageResult, _collect, run_stages
 from tests.gpu_check.engine import compare
@@ -37,7 +38,7 @@ CASE_KEYS = {  # of the first case; the plain form
         *("mode", "is_complete", "seconds", "output_tokens_per_s", "step_ms", "bound", "share_of_bound", "slots"),
         *("num_graphs", "graphs_off", "launch_errors", "stats", "engine", "peak_bytes"),
     },
-    "hf-cb": {"engine", "max_requests", "seconds", "output_tokens_per_s"},
+    "hf-cb": {"engine", "mode", "seconds", "output_tokens_per_s"},
     "memory": {"mode", "rows", "out_of_memory", "equal_share", "ok"},
 }
 CASE_KEYS["w5-0.6b"] = CASE_KEYS["w1-8b"]
@@ -208,3 +209,45 @@ def test_what_only_a_gpu_can_run_exists_in_torch():
                 names.add(node.attr)
     assert len(names) > 8
     assert [name for name in names if not hasattr(torch.cuda, name)] == []
+
+
+class StandIn:
+    """Of `torch.cuda` what the check calls, without a GPU: each call is noted, and events are 2 ms apart."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*_, **__):
+            self.calls.append(name)
+            return {"mem_get_info": (3 << 30, 4 << 30), "get_device_capability": (9, 0), "elapsed_time": 2.0}.get(
+                name, self
+            )
+
+        return call
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_lines_for_a_gpu_run_on_a_stand_in(monkeypatch):
+    stand_in, runs, device = StandIn(), [], torch.device("cuda")
+    monkeypatch.setattr(torch, "cuda", stand_in)
+    assert (
+        clock.median_seconds(lambda: runs.append("run"), device, repeats=3, before=lambda: runs.append("flush"))
+        == 0.002
+    )
+    assert runs == ["run"] * 2 + ["flush", "run"] * 3
+    assert stand_in.calls.count("record") == 6
+    runs.clear()
+    replay = clock.captured(lambda: runs.append("run"), device)
+    assert runs == ["run"] * 3, "twice to warm up, once to record"
+    replay()
+    assert (runs, stand_in.calls[-1]) == (["run"] * 3, "replay")
+    clock.free_memory(device)
+    assert stand_in.calls[-2:] == ["synchronize", "empty_cache"]
+    assert machine._describe_gpu(device)["capability"] == [9, 0]
+    assert candidates._of_gpu(device)[0] == (9, 0)
