@@ -61,7 +61,7 @@ def _by_events(work: Work, before: Work | None) -> float:
     work()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 1000  # it is in milliseconds
+    return float(start.elapsed_time(stop)) / 1000  # it is in milliseconds
 
 
 def _by_host(work: Work, before: Work | None) -> float:

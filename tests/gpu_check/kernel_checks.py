@@ -82,6 +82,32 @@ def all_checks(*, dry: bool) -> list[Check]:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One attention problem; `options` are those of `make_case`."""
+
+    kind: str
+    dtype: torch.dtype
+    head_dim: int
+    ratio: int
+    block_size: int
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        told = " ".join(self.options) or "plain"
+        return f"{self.kind}, head size {self.head_dim}, ratio {self.ratio}, block {self.block_size}, {told}"
+
+    def make(self, sizes: _Sizes) -> PagedCase:
+        lengths, chunks = sizes.lengths[self.kind]
+        generator, dims = torch.Generator().manual_seed(self.seed), (self.head_dim, self.head_dim)
+        heads, block_size = _HEADS[self.ratio], self.block_size
+        return make_case(
+            generator, lengths, chunks, heads=heads, dims=dims, dtype=self.dtype, block_size=block_size, **self.options
+        )
+
+
 def _attention_checks(sizes: _Sizes) -> list[Check]:
     checks: list[Check] = []
     ratios = list(_HEADS)
@@ -90,48 +116,22 @@ def _attention_checks(sizes: _Sizes) -> list[Check]:
             for kind in _KINDS:
                 number = len(checks)
                 ratio, options = ratios[number % len(ratios)], _OPTIONS[(number // 2) % len(_OPTIONS)]
-                block_size = (16, 32)[number % 2 if kind == "extend" else 0]
-                name = f"{kind}, head size {head_dim}, ratio {ratio}, block {block_size}, {_describe(options)}"
-                compare = partial(_attention, sizes, dtype, head_dim, kind, ratio, options, block_size, number)
-                checks.append(Check("attention", name, dtype, compare))
+                block_size = 32 if kind == "extend" and number % 2 else 16
+                problem = _Problem(kind, dtype, head_dim, ratio, block_size, options, number)
+                checks.append(Check("attention", problem.name, dtype, partial(_attention, sizes, problem)))
     return checks
 
 
-def _describe(options: dict[str, Any]) -> str:
-    return " ".join(name for name in options) or "plain"
-
-
-def _attention(
-    sizes: _Sizes,
-    dtype: torch.dtype,
-    head_dim: int,
-    kind: str,
-    ratio: int,
-    options: dict[str, Any],
-    block_size: int,
-    seed: int,
-    operators: Operators,
-    device: torch.device,
-) -> Finding:
-    lengths, chunks = sizes.lengths[kind]
-    generator = torch.Generator().manual_seed(seed)
-    case = make_case(
-        generator,
-        lengths,
-        chunks,
-        heads=_HEADS[ratio],
-        dims=(head_dim, head_dim),
-        dtype=dtype,
-        block_size=block_size,
-        **options,
-    )
+def _attention(sizes: _Sizes, problem: _Problem, operators: Operators, device: torch.device) -> Finding:
+    case = problem.make(sizes)
     expected = naive_attention(case)
-    if kind.endswith("padded"):
+    if problem.kind.endswith("padded"):
         case = _padded(case)
     got = attend(operators, case, device)
-    finding = difference(got[: len(expected)], expected, ulps=2, float32_ulps=64)
     padding_is_finite = bool(torch.isfinite(got[len(expected) :]).all())
-    return finding if padding_is_finite else Finding(float("inf"), float("inf"))
+    if not padding_is_finite:
+        return Finding(float("inf"), float("inf"))
+    return difference(got[: len(expected)], expected, ulps=2, float32_ulps=64)
 
 
 def _padded(case: PagedCase, *, num_seqs: int = 2, num_tokens: int = 5) -> PagedCase:
@@ -193,7 +193,7 @@ def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 def _rms_norm(sizes: _Sizes, dtype: torch.dtype, hidden: int, operators: Operators, device: torch.device) -> Finding:
     findings = []
     for seed, num_tokens in enumerate(sizes.tokens):
-        x = _random(seed, num_tokens, hidden + 5, dtype=dtype)[:, :hidden].to(device)
+        x = _strided(_random(seed, num_tokens, hidden, dtype=dtype).to(device))
         residual, weight = _random(seed + 9, num_tokens, hidden, dtype=dtype).to(device), _random(3, hidden).to(device)
         plain = operators.rms_norm(x, weight, 1e-6)
         findings.append(difference(plain, _REFERENCE.rms_norm(x.float(), weight, 1e-6)))
@@ -229,28 +229,31 @@ def _rope_and_store(
     findings = []
     for seed, num_tokens in enumerate(sizes.tokens):
         width = (num_heads + 2 * num_kv_heads) * head_dim
-        qkv = _random(seed, num_tokens, width + 3, dtype=dtype)[:, :width].to(device)
+        qkv = _random(seed, num_tokens, width, dtype=dtype).to(device)
         angles = _random(seed + 1, num_tokens, num_rotated // 2).repeat(1, 2).to(device)
-        tables = [angles.cos().to(dtype), angles.sin().to(dtype)]
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         slots = torch.randperm(512, generator=torch.Generator().manual_seed(seed))[:num_tokens].to(device)
-
-        def compute(
-            by: Operators,
-            of: torch.dtype,
-            qkv: Tensor = qkv,
-            tables: list[Tensor] = tables,
-            slots: Tensor = slots,
-            layout: HeadLayout = layout,
-        ) -> list[Tensor]:
-            key_cache = torch.zeros(32, layout.num_kv_heads, 16, layout.head_dim, dtype=of, device=device)
-            value_cache, (cos, sin) = torch.zeros_like(key_cache), tables
-            copy = qkv.to(of, copy=True)
-            query = by.rope_and_store(copy, layout, cos, sin, key_cache, value_cache, slots)
-            return [query, key_cache, value_cache]
-
-        got, expected = compute(operators, dtype), compute(_REFERENCE, torch.float32)
+        got, untouched = _rotate(operators, _strided(qkv), layout, cos, sin, slots)
+        expected, _ = _rotate(_REFERENCE, qkv.float(), layout, cos, sin, slots)
         findings += [difference(ours, theirs) for ours, theirs in zip(got, expected, strict=True)]
+        findings.append(exactly((untouched, torch.zeros_like(untouched))))
     return together(*findings)
+
+
+def _strided(rows: Tensor) -> Tensor:
+    """A copy whose rows are further apart than they are long."""
+    return torch.cat([rows, rows[:, :3]], dim=1)[:, : rows.shape[1]]
+
+
+def _rotate(
+    operators: Operators, qkv: Tensor, layout: HeadLayout, cos: Tensor, sin: Tensor, slots: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """([queries, keys, values] as rotated and stored, what else is in the caches that held zeros). Changes `qkv`."""
+    shape = 2, 32, layout.num_kv_heads, 16, layout.head_dim
+    caches = torch.zeros(shape, dtype=qkv.dtype, device=qkv.device)
+    query = operators.rope_and_store(qkv, layout, cos, sin, caches[0], caches[1], slots)
+    by_slot = caches.transpose(2, 3).flatten(1, 2)  # [2, slots, Hkv, D]
+    return [query, *by_slot[:, slots]], by_slot.index_fill(1, slots, 0)
 
 
 def _store(sizes: _Sizes, dtype: torch.dtype, operators: Operators, device: torch.device) -> Finding:
@@ -281,13 +284,13 @@ def _sampling_checks(sizes: _Sizes, dtype: torch.dtype) -> list[Check]:
 
 
 def _logits(sizes: _Sizes, dtype: torch.dtype, vocab_size: int, device: torch.device) -> Tensor:
-    """[rows, vocab_size], a view; with ties, -inf, and two rows that are not sound."""
-    logits = 3 * _random(vocab_size, sizes.rows, vocab_size + 7)[:, :vocab_size]
+    """[rows, vocab_size], strided; with ties, -inf, and two rows that are not sound."""
+    logits = 3 * _random(vocab_size, sizes.rows, vocab_size)
     logits[1::2] = (logits[1::2] * 2).round() / 2
     logits[2, vocab_size // 2 :] = float("-inf")
     logits[3, vocab_size - 1] = float("nan")
     logits[4, 0] = float("inf")
-    return logits.to(device, dtype)
+    return _strided(logits.to(device, dtype))
 
 
 def _params(sizes: _Sizes, seed: int) -> dict[str, Any]:
