@@ -9,20 +9,27 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_best_of_a_few_runs_counts_and_the_first_does_not(dtype):
-    seconds = iter([0.5, 0.25, 1.0, 0.5, 0.01, 0.02, 0.04, 0.02])
-    num_runs = []
+def test_the_best_of_a_few_runs_counts_and_those_that_wake_the_device_do_not(dtype):
+    waking, copies, products = [0.004, 0.001, 0.006], [0.5, 0.25, 1.0, 0.5], [0.01, 0.02, 0.04, 0.02]
+    seconds = iter([*waking, *copies, 0.02, *products])
+    results = []
 
     def seconds_of(run):
-        num_runs.append(run())
+        results.append(run())
         return next(seconds)
 
     speed = speed_of(CPU, dtype, seconds_of, copied_bytes=1000, matrix_size=10)
     assert speed == MachineSpeed(bandwidth=2 * 1000 / 0.25, flops=2 * 10**3 / 0.01)
-    assert len(num_runs) == 8
-    copy, product = num_runs[0], num_runs[-1]
+    assert next(seconds, None) is None
+    copy, product = results[0], results[-1]
     assert (copy.nbytes, product.shape, product.dtype) == (1000, (10, 10), dtype)
     assert product.abs().max() > 0
+
+
+def test_runs_that_take_no_time_wake_nothing_and_end():
+    results = []
+    speed_of(CPU, torch.float32, lambda run: results.append(run()) or 1e-5, copied_bytes=8, matrix_size=2)
+    assert len(results) == 2 * (32 + 4)
 
 
 def test_other_devices_are_not_measured():
