@@ -7,11 +7,12 @@ device has classes of its own for them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cbgen.engine.sequence import FinishReason
-from cbgen.errors import CbgenError
+from cbgen.errors import CbgenError, ModelError
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",  # CUDA, HIP, XPU and MPS allocators, the CUDA driver
@@ -56,6 +57,21 @@ def judge(error: Exception) -> Failure:
             f"the device failed ({detail}); finished rows are kept, run the same command again to continue"
         )
     return Failure(FinishReason.ENGINE_ERROR, detail)
+
+
+@contextlib.contextmanager
+def short_memory_named(message: str) -> Iterator[None]:
+    """Where memory runs out before the first step, that is one sentence.
+
+    Raises:
+        ModelError: with the message, and what was said of the memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CbgenError) or judge(error).reason is not FinishReason.OUT_OF_MEMORY:
+            raise
+        raise ModelError(f"{message} ({judge(error).detail})") from error
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -22,7 +22,7 @@ import torch
 
 from cbgen.config import EngineConfig
 from cbgen.engine.block_manager import BlockManager
-from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judge
+from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judge, short_memory_named
 from cbgen.engine.cuda_graph import Capture, CudaCapture
 from cbgen.engine.limits import Limits, choose_limits
 from cbgen.engine.loader import LoadedModel
@@ -84,7 +84,8 @@ class Engine:
             prediction="prediction" not in config.disabled,
         )
         self._scheduler = Scheduler(scheduler_config, self._blocks)
-        self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
+        with short_memory_named("no memory for the KV cache: lower --kv-cache-memory or --max-num-seqs, or free some"):
+            self._runner = ModelRunner(loaded, limits.num_blocks, limits.block_size)
         self._token_limit = TokenLimit(limits.max_num_batched_tokens)
         self._rows_in_succession = RowsInSuccession()
         # Two rounds may be on their way, so that a row that stops costs at most decode_steps - 1 steps of its slot.

@@ -124,7 +124,7 @@ def end_failed_capture(pool: Any) -> None:
     Args:
         pool: from `torch.cuda.graph_pool_handle`.
     """
-    with contextlib.suppress(RuntimeError):  # it did not forget
+    with contextlib.suppress(RuntimeError, AttributeError):  # it did not forget
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 

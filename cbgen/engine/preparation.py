@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cbgen.engine.containment import short_memory_named
 from cbgen.engine.dry_run import DryRun
 from cbgen.engine.fusion import CallRecorder, Fuser, FusionReport, pack_linears
 from cbgen.engine.linear import LinearFactory, choose_packing
@@ -35,8 +36,14 @@ def prepare(loaded: LoadedModel, disabled: Set[str], notice: Callable[[str], Non
         notice: told what takes seconds, and what makes the run slower than it could be.
 
     Raises:
+        ModelError: memory ran out.
         CbgenError: the joined model answers differently; this is a fault of ours.
     """
+    with short_memory_named("no memory is left to prepare the model: free some, or run with --disable fusion,packing"):
+        return _prepare(loaded, disabled, notice)
+
+
+def _prepare(loaded: LoadedModel, disabled: Set[str], notice: Callable[[str], None]) -> LoadedModel:
     operators = choose_operators(loaded.device, disabled, notice, _shape(loaded))
     loaded = replace(loaded, operators=operators, weight_bytes=step_weight_bytes(loaded.model))
     gemm = operators.gemm if isinstance(operators, NativeOperators) else None

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from cbgen.config import EngineConfig
-from cbgen.engine.containment import RowsInSuccession, TokenLimit, causes, judge, root_cause
+from cbgen.engine.containment import RowsInSuccession, TokenLimit, causes, judge, root_cause, short_memory_named
 from cbgen.engine.engine import Engine
 from cbgen.engine.kv_cache import bytes_per_block
+from cbgen.engine.preparation import prepare
 from cbgen.engine.sequence import FinishReason
-from cbgen.errors import CbgenError
+from cbgen.errors import CbgenError, ModelError
 from cbgen.params import SamplingParams
 from tests.engine.parity import load
 from tests.models import VOCAB_SIZE, build_model
@@ -394,6 +395,25 @@ def test_causes_end_even_in_a_circle():
     hidden = after(KeyError("mine"), MemoryError())
     hidden.__suppress_context__ = True  # raise ... from None
     assert judge(hidden).reason is FinishReason.ENGINE_ERROR
+
+
+def test_short_memory_before_the_first_step_is_one_sentence(loaded, monkeypatch):
+    def no_cache(*_):
+        raise MEMORY_ERRORS[0]
+
+    monkeypatch.setattr("cbgen.engine.model_runner.KVCache", no_cache)
+    with pytest.raises(ModelError, match=r"^no memory for the KV cache: lower .* \(OutOfMemoryError: CUDA out of"):
+        Engine(loaded, EngineConfig())
+    monkeypatch.setattr("cbgen.engine.dry_run.KVCache", no_cache)
+    with pytest.raises(ModelError, match=r"^no memory is left to prepare the model: .* \(OutOfMemoryError: CUDA"):
+        prepare(loaded, {"native"}, print)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), CbgenError("no memory"), KeyboardInterrupt()], ids=repr)
+def test_other_faults_pass(error):
+    with pytest.raises(type(error)) as raised, short_memory_named("message"):
+        raise error
+    assert raised.value is error
 
 
 def test_details_are_one_short_line():
