@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from cbgen.engine.kv_cache import LayerSpec
-from cbgen.engine.operators import trials
+from cbgen.engine.operators import trials, trust
 from cbgen.engine.operators.choice import choose_operators
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.operators.trials import ModelShape, make_trials
 from cbgen.engine.operators.trust import OPERATOR_NAMES, MixedOperators, find_faults, trusted
+from cbgen.errors import CbgenError
 
 PLAIN = LayerSpec(0, num_kv_heads=2, key_dim=16, value_dim=16, window=None, num_heads=6)
 KINDS = {
@@ -104,6 +105,33 @@ def test_operators_without_a_sound_one_are_the_reference():
     operators = trusted(Faulty(raising, *OPERATOR_NAMES), make_shape(), notices.append)
     assert type(operators) is ReferenceOperators
     assert len(notices) == 1
+
+
+def test_a_device_that_was_broken_is_said(monkeypatch):
+    """A kernel that writes where it must not spoils all that comes after it in the process."""
+    broken = []
+
+    def breaking(_):
+        broken.append(True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    norm = ReferenceOperators.rms_norm
+    monkeypatch.setattr(
+        ReferenceOperators,
+        "activation_mul",
+        lambda self, *arguments: raising(None) if broken else norm(self, arguments[0], torch.ones(40), 0.0),
+    )
+    with pytest.raises(CbgenError, match=r"rms_norm of other left .*illegal memory access.*--disable other"):
+        trusted(Faulty(breaking, "rms_norm"), make_shape(), pytest.fail)
+
+
+def test_a_word_when_it_takes_seconds(monkeypatch):
+    notices = []
+    for slow, count in ((1e9, 0), (0.0, 1)):
+        monkeypatch.setattr(trust, "_SLOW_SECONDS", slow)
+        trusted(Honest(), make_shape(), notices.append)
+        assert len(notices) == count
+    assert "compiling" in notices[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,7 @@ from torch import Tensor
 from cbgen.engine.operators.base import Operators
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.operators.trials import ModelShape, make_trials
+from cbgen.errors import CbgenError
 
 OPERATOR_NAMES = (
     "rms_norm",
@@ -29,7 +30,7 @@ OPERATOR_NAMES = (
 )
 # Largest |difference| / (1 + |expected|). Rounding is some tenths of it; a wrong mask or index is of the order of 1.
 _TOLERANCE = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_SLOW_SECONDS = 3.0  # from here on a word about it: kernels were compiled
+_SLOW_SECONDS = 5.0  # trials take less, unless kernels are compiled for them
 
 
 class MixedOperators:
@@ -63,16 +64,15 @@ def trusted(operators: Operators, shape: ModelShape, notice: Callable[[str], Non
     Args:
         operators: any; the reference is taken as it is.
         shape: of the model.
-        notice: told once what was replaced and why, and once how long compiling took if it took seconds.
+        notice: told once what was replaced and why, and once that kernels are compiled if that takes seconds.
+
+    Raises:
+        CbgenError: a kernel left the device unusable.
     """
     if type(operators) is ReferenceOperators:
         return operators
     reference = ReferenceOperators()
-    start = time.perf_counter()
-    faults = find_faults(operators, reference, shape)
-    seconds = time.perf_counter() - start
-    if seconds > _SLOW_SECONDS:
-        notice(f"compiled {operators.name} operators for this GPU in {seconds:.0f} s (once)")
+    faults = find_faults(operators, reference, shape, _Patience(notice))
     if not faults:
         return operators
     notice(_sentence(operators.name, faults))
@@ -81,14 +81,43 @@ def trusted(operators: Operators, shape: ModelShape, notice: Callable[[str], Non
     return MixedOperators(operators, reference, frozenset(faults))
 
 
+class _Patience:
+    """Called after each trial; has a word when they have taken seconds."""
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._start = time.perf_counter()
+        self._has_spoken = False
+
+    def __call__(self) -> None:
+        if not self._has_spoken and time.perf_counter() - self._start > _SLOW_SECONDS:
+            self._notice("compiling operators for this GPU (once)")
+            self._has_spoken = True
+
+
 @torch.inference_mode()
-def find_faults(operators: Operators, reference: Operators, shape: ModelShape) -> dict[str, str]:
-    """Name of each operator that fails a trial -> its first fault, in few words."""
+def find_faults(
+    operators: Operators, reference: Operators, shape: ModelShape, after_trial: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """Name of each operator that fails a trial -> its first fault, in few words.
+
+    Raises:
+        CbgenError: after a fault the reference does not work either: what it broke cannot be mended in this process.
+    """
     faults: dict[str, str] = {}
     for trial in make_trials(shape):
         if trial.operator in faults:
             continue
-        expected = trial.run(reference)
+        try:
+            expected = trial.run(reference)
+        except Exception as error:
+            if not faults:
+                raise
+            operator, fault = next(reversed(faults.items()))
+            raise CbgenError(
+                f"the operator {operator} of {operators.name} left the device unusable ({fault}); "
+                f"run with --disable {operators.name}"
+            ) from error
         try:
             actual = trial.run(operators)
             fault = _compare(expected, actual, _TOLERANCE[shape.dtype])
@@ -96,6 +125,7 @@ def find_faults(operators: Operators, reference: Operators, shape: ModelShape) -
             fault = _one_line(error)
         if fault:
             faults[trial.operator] = fault
+        after_trial()
     return faults
 
 
