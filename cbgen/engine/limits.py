@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from cbgen.config import EngineConfig
+from cbgen.engine.containment import judge
 from cbgen.engine.dry_run import DryRun
 from cbgen.engine.kv_cache import bytes_per_block
 from cbgen.engine.loader import LoadedModel
 from cbgen.engine.machine_probe import MachineSpeed, free_device_memory, measure_speed, peak_memory_of
+from cbgen.engine.sequence import FinishReason
 from cbgen.errors import ModelError, UsageError
 
 BLOCK_SIZE = 16  # tokens
@@ -99,7 +100,7 @@ class Resources:
         free_bytes: free memory.
         speed: None where it was not measured; then sizes are chosen by the kind of device.
         measured_step_bytes: runs a step of so many tokens and so many rows of logits, and says what the model took at
-            its peak; raises torch.OutOfMemoryError where that is too much. None: estimates must do.
+            its peak; raises what short memory raises where that is too much. None: estimates must do.
     """
 
     free_bytes: int
@@ -272,8 +273,10 @@ def _step_bytes(
         return estimate if estimate <= usable else None
     try:
         measured = measured_step_bytes(step.num_tokens, step.num_seqs)
-    except torch.OutOfMemoryError:
-        return None
+    except Exception as error:
+        if judge(error).reason is FinishReason.OUT_OF_MEMORY:
+            return None
+        raise
     sampler_bytes = sizes.logits_bytes(step.num_seqs) - step.num_seqs * sizes.vocab_size * sizes.itemsize
     return max(estimate, measured + sampler_bytes)
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from cbgen.engine.containment import judge
+from cbgen.engine.sequence import FinishReason
+
 _COPIED_BYTES = 256 << 20  # well beyond any L2 cache
 _MATRIX_SIZE = 4096
 _REPEATS = 4
@@ -42,8 +45,10 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> MachineSpeed | No
         return None
     try:
         return speed_of(device, dtype, _cuda_seconds, _COPIED_BYTES, _MATRIX_SIZE)
-    except torch.OutOfMemoryError:
-        return None
+    except Exception as error:
+        if judge(error).reason is FinishReason.OUT_OF_MEMORY:
+            return None
+        raise
     finally:
         release_cached_memory(device)
 

@@ -284,12 +284,20 @@ def test_a_step_that_never_fits_is_refused(config, num_tried):
 
     def measured(num_tokens: int, num_seqs: int) -> int:
         tried.append(num_tokens)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
     resources = Resources(30 * GIB, GPUS["H200"].speed, measured)
     with pytest.raises(ModelError, match=r"a step of [\d,]+ tokens and 256 rows needs about 0\.\d GB, and 29\.0 GB"):
         choose_limits(SHAPES["0.135B"].loaded(), EngineConfig(**config), resources)
     assert len(tried) == num_tried
+
+
+def test_a_step_that_fails_otherwise_is_not_taken_for_short_memory():
+    def measured(num_tokens: int, num_seqs: int) -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"^no$"):
+        choose_limits(SHAPES["8B"].loaded(), EngineConfig(), Resources(60 * GIB, GPUS["H200"].speed, measured))
 
 
 def test_this_machine_is_examined_without_running_anything(loaded):
