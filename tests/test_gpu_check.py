@@ -37,7 +37,7 @@ CASE_KEYS = {  # of the first case; the plain form
     "decode-kernel": {"layout", "batch", "context", "us", "gb_per_s", "share_of_copy"},
     "w1-8b": {
         *("mode", "is_complete", "seconds", "output_tokens_per_s", "step_ms", "bound", "share_of_bound", "slots"),
-        *("num_graphs", "graphs_off", "launch_errors", "stats", "engine", "peak_bytes"),
+        *("num_graphs", "graphs_off", "launch_errors", "stats", "engine", "peak_bytes", "ready_seconds"),
     },
     "hf-cb": {"engine", "mode", "seconds", "output_tokens_per_s"},
     "memory": {"mode", "rows", "out_of_memory", "equal_share", "ok"},

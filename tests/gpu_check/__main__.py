@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main() -> int:
         hang_seconds=options.hang_seconds,
         breaks=options.breaks,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stages are ended on the way out
     document = run_stages(tuple(stage for stage in STAGES if stage.name in chosen), run_options)
     sys.stdout.write(format_report(document) + "\n")
     return 0 if document["ok"] else 1
