@@ -47,7 +47,7 @@ def split_count(longest: int, window: int, length: int) -> int:
     return min(held, -(-(window - 1) // length) + 1) if window else held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window", "split_len"])
 def decode_kernel(
     query_ptr,  # [B, Hq, D], strided
     key_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]
@@ -138,7 +138,7 @@ def decode_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "window", "split_len"])
 def combine_kernel(
     partial_ptr,  # [num_splits, B, Hq, Dv] float32
     sum_ptr,  # [num_splits, B, Hq] float32

@@ -59,7 +59,7 @@ def _place(cu_seqlens_ptr, context_ptr, query_block, num_seqs, before, num_token
     return seq, start, stop, context_len, block_start
 
 
-@triton.jit(do_not_specialize=["num_decodes", "num_seqs", "num_tokens"])
+@triton.jit(do_not_specialize=["table_stride", "num_decodes", "num_seqs", "num_tokens", "window"])
 def extend_kernel(
     query_ptr,  # [T, Hq, D], strided
     key_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]

@@ -46,8 +46,8 @@ class ExtendConfig:
     num_stages: int
 
 
-_DECODE_FLOAT32 = {64: DecodeConfig(64, 16, 8, 3), 128: DecodeConfig(32, 16, 4, 3), 256: DecodeConfig(16, 16, 4, 3)}
-_EXTEND_FLOAT32 = {64: ExtendConfig(16, 32, 8, 2), 128: ExtendConfig(16, 32, 8, 2), 256: ExtendConfig(16, 32, 8, 2)}
+_DECODE_FLOAT32 = {64: DecodeConfig(64, 16, 8, 3), 128: DecodeConfig(16, 16, 4, 3), 256: DecodeConfig(16, 16, 8, 1)}
+_EXTEND_FLOAT32 = {64: ExtendConfig(16, 32, 8, 2), 128: ExtendConfig(16, 16, 4, 2), 256: ExtendConfig(16, 16, 8, 1)}
 
 # architecture -> bytes of an element -> widest head size -> configuration
 DECODE: dict[str, dict[int, dict[int, DecodeConfig]]] = {

@@ -112,6 +112,7 @@ def test_agrees_with_the_reference_backend(attention, options):
         context_lens=case.context_lens,
         cu_seqlens_q=case.cu_seqlens_q,
         num_decodes=case.num_decodes,
+        max_context_len=int(case.context_lens.max()),
         query_starts=case.cu_seqlens_q.tolist(),
         host_context_lens=case.context_lens.tolist(),
     )
