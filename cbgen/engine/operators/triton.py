@@ -7,12 +7,18 @@ the reference, with the same result. Nothing here waits for the device, so that 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cbgen.engine.operators.base import Activation, HeadLayout
+from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, SampleTensors
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.triton import elementwise
+from cbgen.engine.triton.attention import MAX_HEAD_DIM as MAX_ATTENTION_HEAD_DIM
+from cbgen.engine.triton.attention import PagedAttention
+from cbgen.engine.triton.sampling import TritonSampling
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -29,7 +35,8 @@ class TritonOperators(ReferenceOperators):
     is_capturable = True
 
     def __init__(self, capability: tuple[int, int], num_multiprocessors: int) -> None:
-        pass
+        self._attention = PagedAttention(capability, num_multiprocessors)
+        self._sampling = TritonSampling()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """See `Operators.rms_norm`."""
@@ -69,6 +76,58 @@ class TritonOperators(ReferenceOperators):
             super().store(key, value, key_cache, value_cache, slot_mapping)
             return
         elementwise.store(key, value, key_cache, value_cache, slot_mapping)
+
+    def attention(
+        self, call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """See `Operators.attention`."""
+        widest = max(key_cache.shape[3], value_cache.shape[3])
+        if widest > MAX_ATTENTION_HEAD_DIM or not _accepts(query, key_cache.dtype):
+            return super().attention(call, query, key_cache, value_cache, metadata)
+        return self._attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_tables,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            num_decodes=metadata.num_decodes,
+            max_context_len=metadata.max_context_len,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Operators.argmax`."""
+        return self._sampling.argmax(logits) if _accepts(logits) else super().argmax(logits)
+
+    def draw(self, logits: Tensor, rows: npt.NDArray[np.int64], params: DrawParams) -> Tensor:
+        """See `Operators.draw`."""
+        if not _accepts(logits):
+            return super().draw(logits, rows, params)
+        on_host = (rows, params.temperature, params.top_k, params.top_p, params.min_p, params.uniforms)
+        # A copy even on CPU: arrays may be strided or read-only, as kernels and torch do not like them.
+        numbers, temperature, top_k, top_p, min_p, uniforms = (
+            torch.from_numpy(column.copy()).to(logits.device) for column in on_host
+        )
+        return self._sampling.draw(logits, numbers, (temperature, top_k, top_p, min_p), uniforms)
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: SampleTensors,
+        stop_token_ids: Tensor | None = None,
+        forbids_stops: Tensor | None = None,
+    ) -> Tensor:
+        """See `Operators.sample`."""
+        if not _accepts(logits):
+            return super().sample(logits, params, stop_token_ids, forbids_stops)
+        columns = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return self._sampling.sample(
+            logits, columns, params.random_state, params.position, stop_token_ids, forbids_stops
+        )
 
 
 def _accepts(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
