@@ -93,6 +93,13 @@ def _power_of_two(value: int) -> int:
 class GraphCache:
     """The graphs of one engine.
 
+    Args:
+        capture: records what it is given, after it ran once.
+        blank: fills the input of a shape with padding; called before anything is recorded.
+        run: runs a step of a shape on whatever its input holds.
+        max_num_seqs: decodes of the largest step.
+        max_context_len: of any sequence.
+
     Attributes:
         reason: why nothing can be recorded; empty where it works. Too little memory is no reason: what is recorded
             by then stays.
@@ -106,13 +113,6 @@ class GraphCache:
         max_num_seqs: int,
         max_context_len: int,
     ) -> None:
-        """Args:
-        capture: records what it is given, after it ran once.
-        blank: fills the input of a shape with padding; called before anything is recorded.
-        run: runs a step of a shape on whatever its input holds.
-        max_num_seqs: decodes of the largest step.
-        max_context_len: of any sequence.
-        """
         self.reason = ""
         self._capture = capture
         self._blank = blank
@@ -157,11 +157,9 @@ class GraphCache:
         except Exception as error:
             if judge(error).reason is FinishReason.OUT_OF_MEMORY:
                 self._is_full = True
-            elif isinstance(error, CaptureError):
-                self.reason = str(error)
+            else:  # be it the recording or the step itself: that will be seen when it runs unrecorded
+                self.reason = str(error) if isinstance(error, CaptureError) else root_cause(error)
                 self._graphs.clear()
-            else:  # the step itself fails, recorded or not
-                raise
 
 
 def _cost(shape: StepShape) -> tuple[int, int]:

@@ -44,18 +44,19 @@ _MOST_WAITING_TOKENS = 1 << 21  # prompt tokens in the queue: with what belongs 
 class Engine:
     """Continuous batching over one loaded model.
 
+    Args:
+        loaded: from `prepare`.
+        config: limits and policies.
+        capture: records steps in place of CUDA graphs; for tests.
+
     Attributes:
         limits: resolved sizes.
         stats: counters since construction.
         more_is_coming: set by the caller while its queue of prompts is not empty; only statistics look at it.
+        rounds: launches steps ahead of their results; None where each step is waited for.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
-        """Args:
-        loaded: from `prepare`.
-        config: limits and policies.
-        capture: records steps in place of CUDA graphs; for tests.
-        """
         decode_steps = _DECODE_STEPS.get(loaded.device.type, 0) if config.decode_steps is None else config.decode_steps
         if capture is None and decode_steps and _can_record(loaded, config):
             capture = CudaCapture()
@@ -387,7 +388,9 @@ def _graph_bytes(loaded: LoadedModel, capture: Capture | None) -> Callable[[int,
     if capture is None or device.type != "cuda":
         return lambda num_tokens, num_seqs: 0
     # Recorded by another: its memory shall be free again before the cache takes the rest.
-    return lambda num_tokens, num_seqs: graph_bytes(loaded, CudaCapture(), num_seqs, lambda: free_device_memory(device))
+    return lambda num_tokens, num_seqs: graph_bytes(
+        loaded, CudaCapture(), num_tokens, num_seqs, lambda: free_device_memory(device)
+    )
 
 
 def _generation(sequence: Sequence) -> Generation:

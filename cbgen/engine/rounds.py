@@ -16,6 +16,8 @@ A packed row of a round, of a shape that may be padded:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +34,11 @@ from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import TokenArrays, token_arrays
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.operators.backend import PagedBackend
-from cbgen.engine.operators.base import SampleTensors
+from cbgen.engine.operators.base import Penalties, SampleTensors
 from cbgen.engine.sampling_input import random_states
 from cbgen.engine.scheduler import SchedulerOutput
 from cbgen.engine.sequence import Sequence, SequenceTable
-from cbgen.engine.slot_state import STOP_WIDTH, SlotState, advance, gather_step
+from cbgen.engine.slot_state import STOP_WIDTH, SlotState, advance, bits_of, gather_step
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -107,6 +109,13 @@ class _Fields:
 class RoundRunner:
     """Launches the rounds of one engine.
 
+    Args:
+        runner: its model and KV cache are used.
+        block_manager: read at each launch.
+        max_num_tokens: budget of a step.
+        max_steps: of a round.
+        capture: records steps, to replay them; None to run them as they come.
+
     Attributes:
         state: what the device knows of the slots.
         graphs: the recorded steps; None where each operator is launched by itself.
@@ -121,13 +130,6 @@ class RoundRunner:
         max_steps: int,
         capture: Capture | None = None,
     ) -> None:
-        """Args:
-        runner: its model and KV cache are used.
-        block_manager: read at each launch.
-        max_num_tokens: budget of a step.
-        max_steps: of a round.
-        capture: records steps, to replay them; None to run them as they come.
-        """
         self._runner = runner
         self._blocks = block_manager
         self._max_steps = max_steps
@@ -136,7 +138,8 @@ class RoundRunner:
         self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_slots, max_blocks = block_manager.block_tables.shape
         max_context = max_blocks * block_manager.block_size
-        self.state = SlotState.empty(num_slots, max_blocks, runner.kv_cache.trash_block, self._device)
+        trash_block, vocab_size = runner.kv_cache.trash_block, runner.loaded.vocab_size
+        self.state = SlotState.empty(num_slots, max_blocks, trash_block, vocab_size, self._device)
         self.graphs = None
         if capture is not None:
             self.graphs = GraphCache(capture, self._send_blank, self._run, num_slots, max_context)
@@ -226,17 +229,23 @@ class RoundRunner:
         columns += [table.max_total_tokens[slots], table.min_total_tokens[slots], table.top_k[slots]]
         columns += [random_states(table.random_words[slots, :3]).view(np.int64)]
         ints = self._send(np.stack([*columns, *stops.T], axis=1).astype(np.int64))  # [n, 8 + stops]
-        floats = self._send(np.stack([table.temperature[slots], table.top_p[slots], table.min_p[slots]], axis=1))
+        parameters = [table.temperature, table.top_p, table.min_p, table.repetition_penalty]
+        floats = self._send(np.stack([column[slots] for column in parameters], axis=1))  # [n, 4]
         state, rows = self.state, ints[:, 0]
         targets = [state.last_token, state.num_tokens, state.num_prompt_tokens]
         targets += [state.max_total_tokens, state.min_total_tokens, state.top_k, state.random_state]
         for column, target in enumerate(targets, start=1):
             target.index_copy_(0, rows, ints[:, column].to(target.dtype))
-        for column, target in enumerate([state.temperature, state.top_p, state.min_p]):
+        for column, target in enumerate([state.temperature, state.top_p, state.min_p, state.repetition_penalty]):
             target.index_copy_(0, rows, floats[:, column])
         state.is_done.index_fill_(0, rows, False)
         state.stop_token_ids.index_fill_(0, rows, -1)
         state.stop_token_ids[rows, : stops.shape[1]] = ints[:, 8:]
+        penalized = slots[table.repetition_penalty[slots] != 1]
+        if len(penalized):
+            tokens = [table.token_ids[slot, : table.num_tokens[slot]] for slot in penalized.tolist()]
+            bits = np.stack([bits_of(token_ids, self._runner.loaded.vocab_size) for token_ids in tokens])
+            state.seen_tokens.index_copy_(0, self._send(penalized), self._send(bits))
 
     def _send_blank(self, shape: StepShape) -> None:
         self._prompt_lens = [], []
@@ -337,27 +346,32 @@ class RoundRunner:
             position=num_tokens - state.num_prompt_tokens[slots],
         )
         forbids_stops = num_tokens < state.min_total_tokens[slots]
-        return self._runner.operators.sample(logits, params, state.stop_token_ids[slots], forbids_stops)
+        penalties = Penalties(state.repetition_penalty[slots], state.seen_tokens, slots)
+        return self._runner.operators.sample(logits, params, state.stop_token_ids[slots], forbids_stops, penalties)
 
 
-def graph_bytes(loaded: LoadedModel, capture: Capture, num_seqs: int, free_bytes: Callable[[], int]) -> int:
-    """Memory that the graphs of a run will take, from recording two of its steps on a KV cache of one block.
+def graph_bytes(
+    loaded: LoadedModel, capture: Capture, num_tokens: int, num_seqs: int, free_bytes: Callable[[], int]
+) -> int:
+    """Memory that the graphs of a run may take, from recording three of its steps on a KV cache of one block.
 
     Args:
         loaded: the model.
         capture: records steps.
-        num_seqs: slots of the run.
+        num_tokens, num_seqs: of the run's largest step.
         free_bytes: free memory of the device, now.
     """
     blocks = BlockManager(1, _BLOCK_SIZE, num_seqs, _BLOCK_SIZE)
-    before = free_bytes()
-    rounds = RoundRunner(ModelRunner(loaded, 1, _BLOCK_SIZE), blocks, num_seqs, 1, capture)
-    sizes = [before]
-    for num_decodes in (num_seqs, max(num_seqs // 2, 1)):
-        rounds.record(StepShape(num_decodes, max_context_len=_BLOCK_SIZE))
+    sizes = [free_bytes()]
+    rounds = RoundRunner(ModelRunner(loaded, 1, _BLOCK_SIZE), blocks, num_tokens, 1, capture)
+    with_prompts = StepShape(
+        num_seqs, 1, max(num_tokens - num_seqs, 1), _BLOCK_SIZE
+    )  # first: the others find room in it
+    for shape in (with_prompts, StepShape(num_seqs), StepShape(max(num_seqs // 2, 1))):
+        rounds.record(dataclasses.replace(shape, max_context_len=_BLOCK_SIZE))
         sizes.append(free_bytes())
-    first, further = sizes[0] - sizes[1], max(sizes[1] - sizes[2], 0)
-    return max(first, 0) + (MOST_GRAPHS - 1) * further
+    first, *further = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
+    return first + (MOST_GRAPHS - 1) * max(further)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,9 @@ class SequenceTable:
         min_total_tokens: [N] int64, stop ids count only in sequences longer than this.
         stop_token_ids: [N, most of any sequence] int64, padded with -1.
         temperature, top_k, top_p, min_p, random_words: [N], [N, 4] as in `SamplingInput`, the position apart.
+        repetition_penalty: [N] float32, 1 for none.
         is_edited: [N] bool, the logits of each new token are edited (repetition penalty, biases).
-        is_host_sampled: [N] bool, the same, and others whose tokens a device cannot choose by itself.
+        is_host_sampled: [N] bool, a device cannot choose its tokens by itself (biases, very many stop ids).
         is_watched: [N] bool, each new token needs a look of its own (text stops, very many stop ids).
     """
 
@@ -162,7 +163,9 @@ class SequenceTable:
         self.max_total_tokens, self.likely_total_tokens, self.min_total_tokens = _columns(max_num_seqs, 3)
         (self.num_pending_tokens,) = _columns(max_num_seqs, 1)
         self.stop_token_ids: Int64Array = np.full((max_num_seqs, 1), -1, dtype=np.int64)
-        self.temperature, self.top_p, self.min_p = (np.zeros(max_num_seqs, dtype=np.float32) for _ in range(3))
+        self.temperature, self.top_p, self.min_p, self.repetition_penalty = (
+            np.zeros(max_num_seqs, dtype=np.float32) for _ in range(4)
+        )
         self.top_k: npt.NDArray[np.int32] = np.zeros(max_num_seqs, dtype=np.int32)
         self.random_words: npt.NDArray[np.uint64] = np.zeros((max_num_seqs, 4), dtype=np.uint64)
         self.is_edited, self.is_host_sampled, self.is_watched = (
@@ -203,9 +206,10 @@ class SequenceTable:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.random_words[slot, :3] = sequence.random_stream
+        self.repetition_penalty[slot] = params.repetition_penalty
         self.is_edited[slot] = params.repetition_penalty != 1 or bool(params.logit_bias)
         has_many_stops = len(sequence.stop_token_ids) > _FEW_STOPS
-        self.is_host_sampled[slot] = self.is_edited[slot] or (has_many_stops and params.min_tokens > 0)
+        self.is_host_sampled[slot] = bool(params.logit_bias) or (has_many_stops and params.min_tokens > 0)
 
     def leave(self, slot: int) -> Sequence:
         """Empty a slot; the sequence takes its output along."""

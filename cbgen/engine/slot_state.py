@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +37,9 @@ class SlotState:
         block_tables: [N + 1, P] int32, as in `BlockManager`.
         temperature, top_p, min_p: float32; top_k: int32. As in `SamplingInput`.
         random_state: int64, the bits of `sampling_input.random_states`.
+        repetition_penalty: float32, 1 for none.
+        seen_tokens: [N + 1, vocab_size / 32, rounded up] int32, a bit for each token id, the lowest first: whether it
+            is in prompt or output. Only true where there is a penalty.
     """
 
     last_token: Tensor
@@ -50,9 +55,13 @@ class SlotState:
     top_p: Tensor
     min_p: Tensor
     random_state: Tensor
+    repetition_penalty: Tensor
+    seen_tokens: Tensor
 
     @classmethod
-    def empty(cls, num_slots: int, max_blocks: int, trash_block: int, device: torch.device) -> SlotState:
+    def empty(
+        cls, num_slots: int, max_blocks: int, trash_block: int, vocab_size: int, device: torch.device
+    ) -> SlotState:
         """Every slot like the trash slot, which has its block."""
         rows = num_slots + 1
 
@@ -73,11 +82,20 @@ class SlotState:
             top_p=full(1, torch.float32),
             min_p=full(0, torch.float32),
             random_state=full(0, torch.int64),
+            repetition_penalty=full(1, torch.float32),
+            seen_tokens=full(0, torch.int32, -(-vocab_size // 32)),
         )
 
     @property
     def trash_slot(self) -> int:
         return len(self.last_token) - 1
+
+
+def bits_of(token_ids: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
+    """[vocab_size / 32, rounded up] a row of `SlotState.seen_tokens` with these ids."""
+    is_seen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    is_seen[token_ids] = True
+    return np.packbits(is_seen, bitorder="little").view(np.int32)
 
 
 class StepInput(NamedTuple):
@@ -141,5 +159,7 @@ def advance(state: SlotState, slots: Tensor, token_ids: Tensor, ring: Tensor, cu
     state.last_token[slots] = token_ids.clamp(min=0).masked_fill(is_trash, 0)
     state.num_tokens[slots] = num_tokens.masked_fill(is_trash, 1)
     state.is_done[slots] = is_done & ~is_trash
+    words, bits = token_ids.clamp(min=0) >> 5, 1 << (token_ids.clamp(min=0) & 31)
+    state.seen_tokens[slots, words] |= bits.to(torch.int32)  # bit 31 is the sign
     ring[cursor, : len(slots)] = token_ids.masked_fill(is_trash, NO_TOKEN)[None]
     cursor += 1

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from cbgen.engine.native.library import open_library
-from cbgen.engine.operators.base import SampleTensors
+from cbgen.engine.operators.base import Penalties, SampleTensors
 from cbgen.engine.operators.native import NativeOperators
 from cbgen.engine.operators.reference import ReferenceOperators, uniforms_of
 from cbgen.engine.sampler import Sampler
 from cbgen.engine.sampling_input import SamplingInput, random_states, uniforms
+from cbgen.engine.slot_state import bits_of
 from cbgen.params import SamplingParams
 from tests.engine.test_scheduler import make_sequence
 
@@ -36,15 +37,16 @@ def sample(logits, rows):
     assert token_ids.dtype == np.int64
     assert np.array_equal(Sampler(native_operators()).sample(logits, given), token_ids)
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
-    on_device = ReferenceOperators().sample(logits, *as_tensors(rows))
-    plain = [not row.params.logit_bias and row.params.repetition_penalty == 1 for row in rows]  # all that it knows
+    given = as_tensors(rows, logits.shape[1])
+    on_device = ReferenceOperators().sample(logits, *given)
+    plain = [not row.params.logit_bias for row in rows]  # all that it knows
     assert np.array_equal(on_device.numpy()[plain], token_ids[plain])
-    assert torch.equal(native_operators().sample(logits, *as_tensors(rows)), on_device)
+    assert torch.equal(native_operators().sample(logits, *given), on_device)
     return [None if token_id == -1 else token_id for token_id in token_ids.tolist()]
 
 
-def as_tensors(rows):
-    """What `Operators.sample` takes beside the logits: parameters, stop ids, and who must not stop yet."""
+def as_tensors(rows, vocab_size):
+    """What `Operators.sample` takes beside the logits: parameters, stop ids, who must not stop yet, and penalties."""
     given = SamplingInput.from_sequences(rows)
     params = SampleTensors(
         *(torch.from_numpy(column) for column in (given.temperature, given.top_k, given.top_p, given.min_p)),
@@ -55,7 +57,14 @@ def as_tensors(rows):
     for row, sequence in enumerate(rows):
         for column, token_id in enumerate(sorted(sequence.stop_token_ids)):
             stop_token_ids[row, column + row % 2] = token_id
-    return params, stop_token_ids, torch.tensor([len(r.output_token_ids) < r.params.min_tokens for r in rows])
+    seen = [bits_of(row.tokens_between(0, row.num_tokens), vocab_size) for row in rows]
+    penalties = Penalties(
+        factor=torch.tensor([row.params.repetition_penalty for row in rows], dtype=torch.float32),
+        seen_tokens=torch.from_numpy(np.stack(seen[::-1])),
+        seen_rows=torch.arange(len(rows)).flip(0),
+    )
+    forbids_stops = torch.tensor([len(r.output_token_ids) < r.params.min_tokens for r in rows])
+    return params, stop_token_ids, forbids_stops, penalties
 
 
 def random_words(rows):

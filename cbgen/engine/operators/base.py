@@ -75,6 +75,22 @@ class SampleTensors:
     position: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Repetition penalties of S rows (arXiv 1909.05858), on the device: logits of seen tokens are divided by the factor
+    where positive, multiplied by it where not.
+
+    Attributes:
+        factor: [S] float32; 1 for none.
+        seen_tokens: [M, V / 32, rounded up] int32, a bit for each token id, the lowest first.
+        seen_rows: [S] int64, which row of `seen_tokens` is each one's.
+    """
+
+    factor: Tensor
+    seen_tokens: Tensor
+    seen_rows: Tensor
+
+
 class Operators(Protocol):
     """A row's or sequence's results do not depend on what else is in the call, nor on the number of threads.
 
@@ -158,6 +174,7 @@ class Operators(Protocol):
         params: SampleTensors,
         stop_token_ids: Tensor | None = None,
         forbids_stops: Tensor | None = None,
+        penalties: Penalties | None = None,
     ) -> Tensor:
         """Choose a token for each row; [S] int64 on the device of [S, V], without a look at it from the host.
 
@@ -170,5 +187,6 @@ class Operators(Protocol):
             stop_token_ids: [S, W] int64, -1 in unused places; with `forbids_stops`.
             forbids_stops: [S] bool, rows that must not end yet: their stop ids count as -inf. Where that forbids
                 all that is left, the token is 0.
+            penalties: applied to the logits before anything else, but not for the question whether they are sound.
         """
         ...

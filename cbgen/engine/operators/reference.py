@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.attention.reference import paged_attention
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, SampleTensors
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleTensors
 
 _PREFILTER = 1024  # top-p looks at so many tokens first; only rows whose nucleus is wider pay for a full sort
 
@@ -105,10 +105,14 @@ class ReferenceOperators:
         params: SampleTensors,
         stop_token_ids: Tensor | None = None,
         forbids_stops: Tensor | None = None,
+        penalties: Penalties | None = None,
     ) -> Tensor:
         """See `Operators.sample`; this one does look at the parameters from the host."""
         token_ids = self.argmax(logits)
         is_sound = token_ids >= 0
+        if penalties is not None:
+            logits = _penalize(logits, penalties)
+            token_ids = self.argmax(logits).clamp_(min=0)
         if stop_token_ids is not None and forbids_stops is not None:
             logits = _forbid(logits, stop_token_ids, forbids_stops)
             token_ids = self.argmax(logits).clamp_(min=0)
@@ -134,6 +138,16 @@ def uniforms_of(random_state: Tensor, position: Tensor) -> Tensor:
 def _shifted(bits: Tensor, count: int) -> Tensor:
     """Shift int64 to the right as if it had no sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+    """A float32 copy of [S, V] with the penalties; no number passes the largest by one."""
+    logits, factor = logits.float(), penalties.factor[:, None]
+    words = penalties.seen_tokens[penalties.seen_rows]  # [S, V / 32]
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+    is_seen = (bits.flatten(1)[:, : logits.shape[1]] != 0) & (factor != 1)
+    changed = torch.where(logits > 0, logits / factor, logits * factor).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(is_seen, changed, logits)
 
 
 def _forbid(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.kv_cache import LayerSpec
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, HeadNorms, Operators, SampleTensors
+from cbgen.engine.operators.base import (
+    Activation,
+    DrawParams,
+    HeadLayout,
+    HeadNorms,
+    Operators,
+    Penalties,
+    SampleTensors,
+)
 
 _ROWS = 5
 _BLOCK_SIZE = 16
@@ -272,4 +280,8 @@ def _sample(shape: ModelShape, with_stops: bool, operators: Operators) -> dict[s
         return {"token ids": operators.sample(logits, params)}
     likely = _likely_ids(shape)
     stops = torch.tensor([likely[1 % len(likely)], -1], device=shape.device).repeat(len(row), 1)
-    return {"token ids": operators.sample(logits, params, stops, row % 2 == 1)}
+    # Every seventh token was seen, the likeliest among them or not by the row.
+    factor = torch.tensor([1.0, 1.1, 0.9], device=shape.device)[row % 3]
+    seen = torch.tensor([0x10204081, 0x02040810], dtype=torch.int64, device=shape.device).to(torch.int32)
+    penalties = Penalties(factor, seen[:, None].repeat(1, -(-logits.shape[1] // 32)), row % 2)
+    return {"token ids": operators.sample(logits, params, stops, row % 2 == 1, penalties)}

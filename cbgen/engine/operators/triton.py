@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, SampleTensors
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleTensors
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.triton import elementwise
 from cbgen.engine.triton.attention import MAX_HEAD_DIM as MAX_ATTENTION_HEAD_DIM
@@ -120,13 +120,15 @@ class TritonOperators(ReferenceOperators):
         params: SampleTensors,
         stop_token_ids: Tensor | None = None,
         forbids_stops: Tensor | None = None,
+        penalties: Penalties | None = None,
     ) -> Tensor:
         """See `Operators.sample`."""
         if not _accepts(logits):
-            return super().sample(logits, params, stop_token_ids, forbids_stops)
+            return super().sample(logits, params, stop_token_ids, forbids_stops, penalties)
         columns = (params.temperature, params.top_k, params.top_p, params.min_p)
+        seen = None if penalties is None else (penalties.factor, penalties.seen_tokens, penalties.seen_rows)
         return self._sampling.sample(
-            logits, columns, params.random_state, params.position, stop_token_ids, forbids_stops
+            logits, columns, params.random_state, params.position, stop_token_ids, forbids_stops, seen
         )
 
 

@@ -67,9 +67,11 @@ class TritonSampling:
         position: Tensor,
         stop_token_ids: Tensor | None,
         forbids_stops: Tensor | None,
+        penalties: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `Operators.sample`; `columns` as in `draw`."""
-        return self._choose(logits, None, columns, (random_state, position), stop_token_ids, forbids_stops, -1)
+        """See `Operators.sample`; `columns` as in `draw`, `penalties` are the fields of `Penalties`."""
+        random = random_state, position
+        return self._choose(logits, None, columns, random, stop_token_ids, forbids_stops, -1, penalties)
 
     def _choose(
         self,
@@ -80,6 +82,7 @@ class TritonSampling:
         stop_token_ids: Tensor | None,
         forbids_stops: Tensor | None,
         unsound: int,
+        penalties: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`unsound` is what rows get whose logits are not sound."""
         num_rows, vocab_size, device = len(logits if rows is None else rows), logits.shape[1], logits.device
@@ -93,9 +96,10 @@ class TritonSampling:
         num_parts = -(-vocab_size // self._part)
         maxima = torch.empty((num_rows, num_parts, 2), dtype=torch.float32, device=device)
         places = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
-        inputs = (logits, token_ids if rows is None else rows, stops, forbids, maxima, places)
-        strides = (logits.stride(0), stops.stride(0))
-        flags = {"HAS_ROWS": rows is not None, "HAS_STOPS": has_stops}
+        factor, seen, seen_rows = penalties or (maxima, places, token_ids)
+        inputs = (logits, token_ids if rows is None else rows, stops, forbids, factor, seen, seen_rows, maxima, places)
+        strides = (logits.stride(0), stops.stride(0), seen.stride(0))
+        flags = {"HAS_ROWS": rows is not None, "HAS_STOPS": has_stops, "HAS_PENALTIES": penalties is not None}
         _best_kernel[(num_rows, num_parts)](
             *inputs, *strides, vocab_size, stops.shape[1], **flags, PART=self._part, num_warps=8
         )
@@ -122,14 +126,19 @@ def _best_kernel(
     rows_ptr,  # [R] int64; not used without HAS_ROWS: row i is row i
     stop_ptr,  # [R, num_stops] int64; not used without HAS_STOPS
     forbids_ptr,  # [R] bool; the same
+    factor_ptr,  # [R] float32; this one and the next two are not used without HAS_PENALTIES
+    seen_ptr,  # [M, vocab_size / 32] int32
+    seen_rows_ptr,  # [R] int64
     maxima_ptr,  # [R, num_parts, 2] float32: of all tokens, +inf where one is NaN; and of those that are allowed
     places_ptr,  # [R, num_parts] int32: the first token that has the latter
     logits_stride,
     stop_stride,
+    seen_stride,
     vocab_size,
     num_stops,
     HAS_ROWS: tl.constexpr,
     HAS_STOPS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Grid: (R, num_parts)."""
@@ -142,6 +151,9 @@ def _best_kernel(
     has_nan = tl.max((logits != logits).to(tl.int32), axis=0) > 0
     logits = tl.where(logits != logits, float("-inf"), logits)
     maximum = tl.where(has_nan, float("inf"), tl.max(logits, axis=0))
+    if HAS_PENALTIES:
+        seen_row_ptr = seen_ptr + tl.load(seen_rows_ptr + row) * seen_stride
+        logits = _penalize(logits, columns, vocab_size, seen_row_ptr, tl.load(factor_ptr + row))
     if HAS_STOPS:
         num_forbidden = tl.where(tl.load(forbids_ptr + row), num_stops, 0)
         logits = _forbid(logits, columns, stop_ptr + row * stop_stride, num_forbidden)
@@ -155,6 +167,17 @@ def _best_kernel(
 @triton.jit
 def _logits_at(row_ptr, columns, vocab_size):
     return tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _penalize(logits, columns, vocab_size, seen_row_ptr, factor):
+    """`Penalties` of one row on some of its logits, float32."""
+    if factor != 1:
+        words = tl.load(seen_row_ptr + columns // 32, mask=columns < vocab_size, other=0)
+        is_seen = ((words >> (columns % 32)) & 1) != 0
+        changed = tl.where(logits > 0, tl.div_rn(logits, factor), logits * factor)
+        logits = tl.where(is_seen, tl.minimum(changed, 3.4028234663852886e38), logits)  # the largest float32
+    return logits
 
 
 @triton.jit
@@ -173,6 +196,9 @@ def _choose_kernel(
     rows_ptr,
     stop_ptr,
     forbids_ptr,
+    factor_ptr,
+    seen_ptr,
+    seen_rows_ptr,
     maxima_ptr,
     places_ptr,  # all as in `_best_kernel`
     temperature_ptr,  # [R] float32; this one and those below are not used without DRAWS
@@ -185,11 +211,13 @@ def _choose_kernel(
     token_ids_ptr,  # [R] int64
     logits_stride,
     stop_stride,
+    seen_stride,
     vocab_size,
     num_stops,
     num_parts,
     HAS_ROWS: tl.constexpr,
     HAS_STOPS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     DRAWS: tl.constexpr,
     UNSOUND: tl.constexpr,
@@ -214,15 +242,17 @@ def _choose_kernel(
         temperature = tl.load(temperature_ptr + row)
         if (temperature > 0) & is_sound & (best > float("-inf")):
             logits_row = row
-            num_forbidden = num_stops * 0
+            num_forbidden, factor, seen_row = num_stops * 0, temperature * 0 + 1, row * 0
             if HAS_ROWS:
                 logits_row = tl.load(rows_ptr + row)
             if HAS_STOPS:
                 num_forbidden = tl.where(tl.load(forbids_ptr + row), num_stops, 0)
+            if HAS_PENALTIES:
+                factor, seen_row = tl.load(factor_ptr + row), tl.load(seen_rows_ptr + row)
             keys_ptr = candidates_ptr + row * MAX_CANDIDATES
             items = (
                 logits_ptr + logits_row * logits_stride, vocab_size, stop_ptr + row * stop_stride, num_forbidden, best,
-                temperature, keys_ptr,
+                temperature, keys_ptr, seen_ptr + seen_row * seen_stride, factor,
             )  # fmt: skip
             token = _draw(
                 items, vocab_size, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
@@ -327,11 +357,12 @@ def _weight_of(keys):
 @triton.jit
 def _keys_at(items, num_candidates, places):
     """Keys of the candidates at these places if there are some, else of the tokens; that of -inf past their end."""
-    row_ptr, vocab_size, stop_ptr, num_forbidden, best, temperature, keys_ptr = items
+    row_ptr, vocab_size, stop_ptr, num_forbidden, best, temperature, keys_ptr, seen_row_ptr, factor = items
     if num_candidates > 0:
         keys = tl.load(keys_ptr + places, mask=places < num_candidates, other=0x7F800000)
     else:
-        logits = _forbid(_logits_at(row_ptr, places, vocab_size), places, stop_ptr, num_forbidden)
+        logits = _penalize(_logits_at(row_ptr, places, vocab_size), places, vocab_size, seen_row_ptr, factor)
+        logits = _forbid(logits, places, stop_ptr, num_forbidden)
         keys = _key_of(tl.div_rn(logits - best, temperature))
     return keys
 

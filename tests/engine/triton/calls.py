@@ -13,7 +13,7 @@ import torch
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.kv_cache import LayerSpec
-from cbgen.engine.operators.base import HeadLayout, SampleTensors
+from cbgen.engine.operators.base import HeadLayout, Penalties, SampleTensors
 from cbgen.engine.operators.trials import ModelShape, Trial, make_trials
 from cbgen.engine.operators.triton import TritonOperators
 from tests.engine.triton.machines import Machine
@@ -135,4 +135,6 @@ def _step(num_decodes: int, chunks: list[int], longest: int, machine: Machine) -
     fraction = torch.zeros(num_seqs)
     params = SampleTensors(fraction, number.int(), fraction, fraction, number, number)
     stops = torch.full((num_seqs, 16), -1)
-    operators.sample(x.new_zeros(num_seqs, _VOCABULARY), params, stops, torch.zeros(num_seqs, dtype=torch.bool))
+    penalties = Penalties(fraction, torch.zeros(num_seqs, -(-_VOCABULARY // 32), dtype=torch.int32), number)
+    forbids = torch.zeros(num_seqs, dtype=torch.bool)
+    operators.sample(x.new_zeros(num_seqs, _VOCABULARY), params, stops, forbids, penalties)

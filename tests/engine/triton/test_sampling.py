@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cbgen.engine.operators.base import DrawParams, SampleTensors
+from cbgen.engine.operators.base import DrawParams, Penalties, SampleTensors
 from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.operators.triton import TritonOperators
 from cbgen.engine.sampling_input import random_states, uniforms
+from cbgen.engine.slot_state import bits_of
 from cbgen.engine.triton.sampling import TritonSampling, _uniform
 from tests.engine.native import test_sampling as cases
 from tests.engine.native.test_sampling import INF, make_logits, make_params
@@ -209,13 +210,19 @@ def test_a_sample_is_the_reference_s(operators):
     forbids = torch.arange(16) % 4 != 0
     columns = (torch.from_numpy(column) for column in (params.temperature, params.top_k, params.top_p, params.min_p))
     tensors = SampleTensors(*columns, *states_and_positions(make_words(16)))
-    for given in ((), (stops, forbids), (stops[:, :1], forbids), (stops, torch.zeros(16, dtype=torch.bool))):
+    factor = torch.tensor([1.0, 1.3, 0.5, 50.0]).repeat(4)
+    seen = np.stack([bits_of(np.arange(start, 200, 5).astype(np.int32), 200) for start in range(7)])
+    penalties = Penalties(factor, torch.from_numpy(seen), torch.arange(16) % 7)
+    nobody = torch.zeros(16, dtype=torch.bool)
+    settings = [(), (stops, forbids), (stops[:, :1], forbids), (stops, nobody)]
+    settings += [(None, None, penalties), (stops, forbids, penalties)]
+    for given in settings:
         before = logits.clone()
         got = operators.sample(logits, tensors, *given)
         assert got.tolist() == REFERENCE.sample(logits, tensors, *given).tolist()
         assert got[3:6].tolist() == [-1, -1, -1]
         assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
-        if len(given) and bool(given[1].any()):
+        if len(given) == 2 and bool(given[1].any()):
             assert got[6].tolist() == (0 if given[0].shape[1] > 1 else 2)
     assert operators.sample(logits[:0], SampleTensors(*(torch.empty(0) for _ in range(6)))).tolist() == []
 
