@@ -12,8 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")  # torch on other systems has none
-if "attention" not in vars(pytest.importorskip("cbgen.engine.operators.triton").TritonOperators):
-    pytest.skip("its attention is still the reference's", allow_module_level=True)
 
 from tests.engine.parity import Reference
 from tests.gpu_check import candidates, clock, machine

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cbgen.engine.operators.base import Operators
+from cbgen.engine.operators.triton import TritonOperators
 from tests.gpu_check.context import Context
 
 _REHEARSED = (9, 0), 132  # in a dry run tables and splits are those of an H200
@@ -27,16 +28,8 @@ class WrongOperators:
 
 def candidate(context: Context) -> Operators:
     """Triton's kernels, in a dry run through its interpreter, where `context.breaks` asks for it with a fault."""
-    try:
-        from cbgen.engine.operators.triton import TritonOperators
-    except ImportError:
-        from cbgen.engine.native.library import open_library
-        from cbgen.engine.operators.native import NativeOperators
-
-        operators: Any = NativeOperators(open_library(print))
-    else:
-        capability, num_multiprocessors = _of_gpu(context.device) if context.is_cuda else _REHEARSED
-        operators = TritonOperators(capability, num_multiprocessors)
+    capability, num_multiprocessors = _of_gpu(context.device) if context.is_cuda else _REHEARSED
+    operators: Any = TritonOperators(capability, num_multiprocessors)
     return WrongOperators(operators, context.breaks) if context.breaks else operators
 
 
