@@ -37,6 +37,7 @@ def test_equals_generate_for_every_batch_shape(architecture, tmp_path):
         {"max_num_seqs": 4, "max_num_batched_tokens": 16},
         {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         {"max_num_seqs": 3, "batching": "static"},
+        {"max_num_seqs": 5, "max_num_batched_tokens": 24, "decode_steps": 4},
         {"max_num_seqs": 4, "order": "file", "disabled": frozenset({"prefix-cache", "prediction"})},
     ):
         found = parity.compare(expected, parity.generate(loaded, prompts, NUM_TOKENS, **engine))
