@@ -18,6 +18,26 @@ def _interpreter():
     assert isinstance(triton.language.cdiv, InterpretedFunction), "TRITON_INTERPRET=1 came after `import triton`"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _patched_once(_interpreter):
+    """The interpreter replaces Triton's language anew for each call of a function inside a kernel, which takes longer
+    than the function: leave out what is replaced already."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+
+    def replace_once(function):
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return replace(function)
+        return None
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_lang", replace_once)
+        yield
+
+
 def pytest_collection_modifyitems(config, items):
     stride = int(os.environ.get(EVERY, "1"))
     if stride > 1:
