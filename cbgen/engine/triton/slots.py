@@ -22,9 +22,10 @@ _ADVANCED_ROWS = 256  # rows in one go of the only program of `advance`
 
 
 class SamplingColumns(NamedTuple):
-    """What a sampler has to know of B slots: the fields of `SampleTensors`, all [B], then its stop ids.
+    """What a sampler has to know of B slots: the fields of `SampleTensors`, all [B], then what it edits logits by.
 
     Attributes:
+        repetition_penalty: [B] float32.
         stop_token_ids: [B, W] int64.
         forbids_stops: [B] bool.
     """
@@ -35,6 +36,7 @@ class SamplingColumns(NamedTuple):
     min_p: Tensor
     random_state: Tensor
     position: Tensor
+    repetition_penalty: Tensor
     stop_token_ids: Tensor
     forbids_stops: Tensor
 
@@ -58,28 +60,30 @@ def gather_step(state: SlotState, slots: Tensor, num_columns: int, block_size: i
 def gather_sampling(state: SlotState, slots: Tensor) -> SamplingColumns:
     """What the sampler needs of slots [B] int64, contiguous: the next token is the one after `num_tokens`."""
     num_rows, width, device = len(slots), state.stop_token_ids.shape[1], slots.device
-    floats = torch.empty((3, num_rows), dtype=torch.float32, device=device)  # temperature, top_p, min_p
+    floats = torch.empty((4, num_rows), dtype=torch.float32, device=device)  # temperature, top_p, min_p, penalty
     top_k = torch.empty(num_rows, dtype=torch.int32, device=device)
     numbers = torch.empty((2, num_rows), dtype=torch.int64, device=device)  # random state, position
     stops = torch.empty((num_rows, width), dtype=torch.int64, device=device)
     forbids = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows:
         _gather_sampling_kernel[(triton.cdiv(num_rows, _GATHERED_ROWS),)](
-            slots, state.temperature, state.top_k, state.top_p, state.min_p, state.random_state, state.num_tokens,
-            state.num_prompt_tokens, state.min_total_tokens, state.stop_token_ids, floats, top_k, numbers, stops,
-            forbids, num_rows, ROWS=_GATHERED_ROWS, WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=4,
+            slots, state.temperature, state.top_k, state.top_p, state.min_p, state.repetition_penalty,
+            state.random_state, state.num_tokens, state.num_prompt_tokens, state.min_total_tokens,
+            state.stop_token_ids, floats, top_k, numbers, stops, forbids, num_rows,
+            ROWS=_GATHERED_ROWS, WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=4,
         )  # fmt: skip
-    temperature, top_p, min_p = floats.unbind()
+    temperature, top_p, min_p, penalty = floats.unbind()
     random_state, position = numbers.unbind()
-    return SamplingColumns(temperature, top_k, top_p, min_p, random_state, position, stops, forbids)
+    return SamplingColumns(temperature, top_k, top_p, min_p, random_state, position, penalty, stops, forbids)
 
 
 def advance(state: SlotState, slots: Tensor, token_ids: Tensor, ring: Tensor, cursor: Tensor) -> None:
-    """See `cbgen.engine.slot_state.advance`; `slots` and `token_ids` contiguous."""
+    """See `cbgen.engine.slot_state.advance`; `slots` and `token_ids` contiguous. The trash slot sees no tokens."""
     width = state.stop_token_ids.shape[1]
     _advance_kernel[(1,)](
         slots, token_ids, state.last_token, state.num_tokens, state.min_total_tokens, state.max_total_tokens,
-        state.stop_token_ids, state.is_done, ring, cursor, state.trash_slot, ring.stride(0), len(slots),
+        state.stop_token_ids, state.is_done, state.seen_tokens, ring, cursor, state.trash_slot,
+        state.seen_tokens.stride(0), ring.stride(0), len(slots),
         NO_TOKEN=NO_TOKEN, ROWS=_ADVANCED_ROWS, WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
 
@@ -125,12 +129,13 @@ def _gather_sampling_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    penalty_ptr,
     random_state_ptr,
     num_tokens_ptr,
     num_prompt_tokens_ptr,
     min_total_tokens_ptr,
     state_stops_ptr,  # [N + 1, WIDTH] int64
-    floats_ptr,  # [3, B] float32: temperature, top_p, min_p
+    floats_ptr,  # [4, B] float32: temperature, top_p, min_p, penalty
     to_top_k_ptr,  # [B] int32
     numbers_ptr,  # [2, B] int64: random state, position
     stops_ptr,  # [B, WIDTH] int64
@@ -147,6 +152,7 @@ def _gather_sampling_kernel(
     tl.store(floats_ptr + rows, tl.load(temperature_ptr + slots, mask=is_row), mask=is_row)
     tl.store(floats_ptr + num_rows + rows, tl.load(top_p_ptr + slots, mask=is_row), mask=is_row)
     tl.store(floats_ptr + 2 * num_rows + rows, tl.load(min_p_ptr + slots, mask=is_row), mask=is_row)
+    tl.store(floats_ptr + 3 * num_rows + rows, tl.load(penalty_ptr + slots, mask=is_row), mask=is_row)
     tl.store(to_top_k_ptr + rows, tl.load(top_k_ptr + slots, mask=is_row), mask=is_row)
     tl.store(numbers_ptr + rows, tl.load(random_state_ptr + slots, mask=is_row), mask=is_row)
     num_tokens = tl.load(num_tokens_ptr + slots, mask=is_row, other=0)
@@ -170,9 +176,11 @@ def _advance_kernel(
     max_total_tokens_ptr,
     stops_ptr,  # [N + 1, WIDTH] int64
     is_done_ptr,  # [N + 1] bool
+    seen_ptr,  # [N + 1, vocabulary / 32] int32
     ring_ptr,  # [R, at least B] int64
     cursor_ptr,  # [1] int64
     trash_slot,
+    seen_stride,
     ring_stride,
     num_rows,
     NO_TOKEN: tl.constexpr,
@@ -200,5 +208,10 @@ def _advance_kernel(
         tl.store(last_token_ptr + slots, tl.where(is_trash | (token_ids < 0), 0, token_ids), mask=is_row)
         tl.store(num_tokens_ptr + slots, tl.where(is_trash, 1, num_tokens), mask=is_row)
         tl.store(is_done_ptr + slots, is_done, mask=is_row)
+        chosen = tl.maximum(token_ids, 0)
+        seen_ptrs = seen_ptr + slots * seen_stride + chosen // 32
+        keeps_seen = is_row & (slots != trash_slot)
+        seen = tl.load(seen_ptrs, mask=keeps_seen, other=0) | (1 << (chosen % 32)).to(tl.int32)  # bit 31 is the sign
+        tl.store(seen_ptrs, seen, mask=keeps_seen)
         tl.store(ring_ptr + cursor * ring_stride + rows, tl.where(is_trash, NO_TOKEN, token_ids), mask=is_row)
     tl.store(cursor_ptr, cursor + 1)

@@ -9,13 +9,13 @@ from cbgen.engine import slot_state
 from cbgen.engine.slot_state import SlotState
 from cbgen.engine.triton import slots as kernels
 
-BLOCK_SIZE, TRASH_BLOCK = 16, 999
+BLOCK_SIZE, TRASH_BLOCK, VOCAB_SIZE = 16, 999, 70
 
 
 def make_state(seed, num_slots, max_blocks):
     """Random slots: some done, some one token before an end or a minimum, with stop ids that get sampled."""
     generator = torch.Generator().manual_seed(seed)
-    state = SlotState.empty(num_slots, max_blocks, TRASH_BLOCK, torch.device("cpu"))
+    state = SlotState.empty(num_slots, max_blocks, TRASH_BLOCK, VOCAB_SIZE, torch.device("cpu"))
 
     def random(low, high, *size):
         return torch.randint(low, high, (num_slots, *size), generator=generator)
@@ -26,11 +26,13 @@ def make_state(seed, num_slots, max_blocks):
     state.max_total_tokens[:-1] = state.num_tokens[:-1] + random(1, 4)
     state.min_total_tokens[:-1] = state.num_tokens[:-1] + random(-2, 3)
     state.is_done[:-1] = random(0, 4) == 0
-    state.stop_token_ids[:-1] = random(-1, 12, slot_state.STOP_WIDTH)
+    state.stop_token_ids[:-1] = random(-1, 30, slot_state.STOP_WIDTH)
     state.block_tables[:-1] = random(0, 900, max_blocks).int()
     state.temperature[:-1] = random(0, 3).float()
     state.top_k[:-1], state.top_p[:-1], state.min_p[:-1] = random(0, 9).int(), random(0, 9) / 8, random(0, 9) / 8
     state.random_state[:-1] = random(-(2**62), 2**62)
+    state.repetition_penalty[:-1] = random(4, 9) / 4
+    state.seen_tokens[:-1] = random(-(2**31), 2**31, 3).int()
     return state
 
 
@@ -77,9 +79,16 @@ def test_gather_sampling(num_slots, num_rows):
     for seed in range(3):
         state, slots = make_state(seed, num_slots, 4), choose_slots(seed, num_slots, num_rows)
         names = ("temperature", "top_k", "top_p", "min_p", "random_state")
+        penalty = state.repetition_penalty[slots]
         position = state.num_tokens[slots] - state.num_prompt_tokens[slots]
         forbids = state.num_tokens[slots] < state.min_total_tokens[slots]
-        expected = (*(getattr(state, name)[slots] for name in names), position, state.stop_token_ids[slots], forbids)
+        expected = (
+            *(getattr(state, name)[slots] for name in names),
+            position,
+            penalty,
+            state.stop_token_ids[slots],
+            forbids,
+        )
         assert_same(kernels.gather_sampling(state, slots), expected)
         assert num_rows < 5 or 0 < forbids.sum() < num_rows
 
@@ -96,9 +105,11 @@ def test_advance(num_slots, num_rows):
         for step in range(3):
             slots = choose_slots(10 * seed + step, num_slots, num_rows)
             slots = torch.where(state.is_done[slots], state.trash_slot, slots)
-            token_ids = torch.randint(-1, 20, (num_rows,), generator=generator)
+            token_ids = torch.randint(-1, VOCAB_SIZE, (num_rows,), generator=generator)
             kernels.advance(state, slots, token_ids, rings[0], cursors[0])
             slot_state.advance(twin, slots, token_ids, rings[1], cursors[1])
+            assert not state.seen_tokens[-1].any()
+            twin.seen_tokens[-1] = 0  # what padding has seen does not matter
             assert_same(*(dataclasses.astuple(s) for s in (state, twin)))
             assert_same((rings[0], cursors[0]), (rings[1], cursors[1]))
         assert cursors[0].tolist() == [3]
