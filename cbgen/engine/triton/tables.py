@@ -2,11 +2,14 @@
 
 Enters: what the GPU is called and what a call's tensors look like. Leaves: a configuration, a value.
 
-A tile of keys and values is read with asynchronous copies while earlier ones are worked on, so `num_stages` times its
-bytes must fit in shared memory: 227 KB for a program on Hopper, 163 KB on A100, 99 KB on the other Ampere and Ada
-GPUs, which the default is made for. Decoding reads much and computes little: enough bytes must be on their way to keep
-the memory busy, which two or three programs per multiprocessor do best. Prefill computes much: its tiles are square.
-float32 has no tensor cores at full precision; its tiles are small because every product goes through registers.
+A tile of keys and values is read with asynchronous copies while earlier ones are worked on. Which block it lies in is
+read before it, ahead by as much again: of `num_stages`, half are spent on that, and (num_stages - 1) / 2 tiles are on
+their way. They must fit in shared memory: 227 KB for a program on Hopper, 163 KB on A100, 99 KB on the other Ampere
+and Ada GPUs, which the default is made for. Decoding reads much and computes little: enough bytes must be on their way
+to keep the memory busy, which two or three programs per multiprocessor do best. Prefill computes much: its tiles are
+nearly square. float32 has no tensor cores at full precision; its tiles are small because every product goes through
+registers. None of these has been timed yet: they are what compiles without spilled registers, with the bytes on their
+way that the memory's speed times its latency asks for.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class ExtendConfig:
 
 
 _DECODE_FLOAT32 = {64: DecodeConfig(64, 16, 8, 3), 128: DecodeConfig(16, 16, 4, 3), 256: DecodeConfig(16, 16, 8, 1)}
-_EXTEND_FLOAT32 = {64: ExtendConfig(16, 32, 8, 2), 128: ExtendConfig(16, 16, 4, 2), 256: ExtendConfig(16, 16, 8, 1)}
+_EXTEND_FLOAT32 = {64: ExtendConfig(16, 32, 8, 2), 128: ExtendConfig(16, 16, 4, 2), 256: ExtendConfig(16, 16, 8, 2)}
 
 # architecture -> bytes of an element -> widest head size -> configuration
 DECODE: dict[str, dict[int, dict[int, DecodeConfig]]] = {
@@ -71,11 +74,11 @@ EXTEND: dict[str, dict[int, dict[int, ExtendConfig]]] = {
         4: _EXTEND_FLOAT32,
     },
     "a100": {
-        2: {64: ExtendConfig(64, 128, 8, 3), 128: ExtendConfig(32, 128, 8, 3), 256: ExtendConfig(32, 64, 8, 3)},
+        2: {64: ExtendConfig(64, 128, 8, 3), 128: ExtendConfig(32, 128, 8, 3), 256: ExtendConfig(16, 64, 8, 3)},
         4: _EXTEND_FLOAT32,
     },
     "default": {
-        2: {64: ExtendConfig(64, 128, 8, 3), 128: ExtendConfig(32, 128, 8, 3), 256: ExtendConfig(32, 64, 8, 3)},
+        2: {64: ExtendConfig(64, 128, 8, 3), 128: ExtendConfig(32, 128, 8, 3), 256: ExtendConfig(16, 64, 8, 3)},
         4: _EXTEND_FLOAT32,
     },
 }
