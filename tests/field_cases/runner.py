@@ -117,7 +117,7 @@ class CaseRunner:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name == "CBGEN_DISABLE" or not name.startswith(("CBGEN_", "PYTEST_"))
+            if name in ("CBGEN_DISABLE", "CBGEN_DECODE_STEPS") or not name.startswith(("CBGEN_", "PYTEST_"))
         }
         cache = directory / "cache"  # of the case alone, but for operators: they are compiled once for all
         cache.mkdir(exist_ok=True)
