@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
-from cbgen.engine.operators.base import DrawParams, HeadLayout, HeadNorms, Operators, SampleTensors
+from cbgen.engine.operators.base import DrawParams, HeadLayout, HeadNorms, Operators, Penalties, SampleTensors
 from cbgen.engine.operators.reference import ReferenceOperators
 from tests.engine.native.paged_case import PagedCase, make_case, naive_attention
 from tests.gpu_check.kernels import Check, Finding, difference, equal_ids, exactly, together
@@ -280,7 +280,9 @@ def _sampling_checks(sizes: _Sizes, dtype: torch.dtype) -> list[Check]:
             checks.append(
                 Check(operator, f"vocabulary {vocab_size}", dtype, partial(compare, sizes, dtype, vocab_size))
             )
-    return checks
+    vocab_size = sizes.vocabularies[1]
+    compare = partial(_sample, sizes, dtype, vocab_size, penalizes=True)
+    return [*checks, Check("sample", f"vocabulary {vocab_size}, penalties", dtype, compare)]
 
 
 def _logits(sizes: _Sizes, dtype: torch.dtype, vocab_size: int, device: torch.device) -> Tensor:
@@ -318,8 +320,16 @@ def _draw(sizes: _Sizes, dtype: torch.dtype, vocab_size: int, operators: Operato
     return equal_ids(got, expected, most_different=_DRAWS_THAT_MAY_DIFFER)
 
 
-def _sample(sizes: _Sizes, dtype: torch.dtype, vocab_size: int, operators: Operators, device: torch.device) -> Finding:
-    """Half of the rows greedy; every third must not stop yet."""
+def _sample(
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    vocab_size: int,
+    operators: Operators,
+    device: torch.device,
+    *,
+    penalizes: bool = False,
+) -> Finding:
+    """Half of the rows greedy; every third must not stop yet, and with penalties four in five have one."""
     logits, rows = _logits(sizes, dtype, vocab_size, device), sizes.rows
     rng = np.random.default_rng(vocab_size)
     values = _params(sizes, vocab_size)
@@ -332,6 +342,15 @@ def _sample(sizes: _Sizes, dtype: torch.dtype, vocab_size: int, operators: Opera
     stops = torch.from_numpy(rng.integers(-1, vocab_size, (rows, 16))).to(device)
     stops[:, 0] = _REFERENCE.argmax(logits)  # so that what is forbidden would have been taken
     forbids = (torch.arange(rows) % 3 == 0).to(device)
-    ids = [by.sample(logits, params, stops, forbids) for by in (operators, _REFERENCE)]
+    penalties = _penalties(rng, rows, vocab_size, device) if penalizes else None
+    ids = [by.sample(logits, params, stops, forbids, penalties) for by in (operators, _REFERENCE)]
     greedy = equal_ids(ids[0][::2], ids[1][::2])
     return together(greedy, equal_ids(ids[0][1::2], ids[1][1::2], most_different=_DRAWS_THAT_MAY_DIFFER))
+
+
+def _penalties(rng: np.random.Generator, rows: int, vocab_size: int, device: torch.device) -> Penalties:
+    """Half of all tokens seen; rows of bits in another order than rows of logits."""
+    factor = rng.choice([1.0, 0.8, 1.1, 1.3, 2.0], rows).astype(np.float32)
+    seen = rng.integers(-(2**31), 2**31, (rows + 3, -(-vocab_size // 32))).astype(np.int32)
+    which = rng.permutation(rows + 3)[:rows]
+    return Penalties(*(torch.from_numpy(array).to(device) for array in (factor, seen, which)))

@@ -45,9 +45,10 @@ class Check:
 
 def run(context: Context) -> None:
     from tests.gpu_check.kernel_checks import all_checks
+    from tests.gpu_check.slot_checks import slot_checks
 
     operators = candidate(context)
-    checks = all_checks(dry=context.dry)
+    checks = [*all_checks(dry=context.dry), *slot_checks(dry=context.dry)]
     context.facts(operators=operators.name, num_checks=len(checks))
     for check in context.mine(checks):
         if context.seconds_left < 0:
