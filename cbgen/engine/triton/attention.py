@@ -71,7 +71,7 @@ class PagedAttention:
                 those of the last sequence are padding.
             key_cache: [num_blocks, Hkv, block_size, D]; value_cache: [.., Dv]; contiguous, of the query's dtype.
             block_tables: [B, max_blocks] int32; entries past a sequence's own blocks are not read.
-            cu_seqlens_q: [B + 1] int32 offsets of each sequence's tokens in the packed row; not read without prompts.
+            cu_seqlens_q: [B + 1] int32 offsets of each sequence's tokens in the row; not read when all are decodes'.
             context_lens: [B] int32 positions each sequence holds, its tokens of this step being the last of them.
             num_decodes: the first that many sequences have exactly one token. The others may have none.
             max_context_len: positions that a decode holds at most; it decides how decodes are split, and one that is

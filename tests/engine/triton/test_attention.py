@@ -101,6 +101,15 @@ def test_windows_at_the_edges_of_tiles_and_splits(window, attention):
         assert_close(case, run(case, ATTENTIONS[attention]))
 
 
+@pytest.mark.parametrize("computed", [0, 1, 13, 14, 15, 16, 17, 30, 31, 32])
+def test_chunks_that_begin_at_the_edges_of_tiles(computed):
+    """A tile that only some of a block's tokens see, by one position or all but one."""
+    for count in (1, 2, 6, 17):
+        generator = torch.Generator().manual_seed(computed)
+        case = make_case(generator, [computed + count], [count], heads=(3, 1), dims=(16, 16))
+        assert_close(case, run(case, WHOLE))
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 4.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_agrees_with_the_reference_backend(attention, options):
