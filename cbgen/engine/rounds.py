@@ -34,11 +34,10 @@ from cbgen.engine.loader import LoadedModel, forward
 from cbgen.engine.model_input import TokenArrays, token_arrays
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.operators.backend import PagedBackend
-from cbgen.engine.operators.base import Penalties, SampleTensors
 from cbgen.engine.sampling_input import random_states
 from cbgen.engine.scheduler import SchedulerOutput
 from cbgen.engine.sequence import Sequence, SequenceTable
-from cbgen.engine.slot_state import STOP_WIDTH, SlotState, advance, bits_of, gather_step
+from cbgen.engine.slot_state import STOP_WIDTH, SlotState, bits_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -304,7 +303,7 @@ class RoundRunner:
         block_size, num_decodes = self._blocks.block_size, shape.num_decodes
         fields = _Fields.of(self._ints, shape)
         num_columns = -(-shape.max_context_len // block_size)
-        step = gather_step(state, fields.slots, num_columns, block_size)
+        step = operators.gather_step(state, fields.slots, num_columns, block_size)
         input_ids, positions, slot_mapping = step.input_ids, step.positions, step.slot_mapping
         context_lens, block_tables, sampled_slots = step.context_lens, step.block_tables, step.slots
         query_starts = self._arange[: num_decodes + 1]
@@ -331,23 +330,12 @@ class RoundRunner:
         context = AttentionContext(PagedBackend(operators, self._runner.kv_cache, metadata), loaded.windows)
         logits = forward(loaded.model, input_ids, positions, logits_indices, context)
         token_ids = self._sample(logits, sampled_slots)
-        advance(state, sampled_slots, token_ids, self._ring, fields.cursor)
+        operators.advance(state, sampled_slots, token_ids, self._ring, fields.cursor)
 
     def _sample(self, logits: Tensor, slots: Tensor) -> Tensor:
         """[S] int64 from [S, vocab_size] for as many slots."""
-        state = self.state
-        num_tokens = state.num_tokens[slots]
-        params = SampleTensors(
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            random_state=state.random_state[slots],
-            position=num_tokens - state.num_prompt_tokens[slots],
-        )
-        forbids_stops = num_tokens < state.min_total_tokens[slots]
-        penalties = Penalties(state.repetition_penalty[slots], state.seen_tokens, slots)
-        return self._runner.operators.sample(logits, params, state.stop_token_ids[slots], forbids_stops, penalties)
+        operators = self._runner.operators
+        return operators.sample(logits, *operators.gather_sampling(self.state, slots))
 
 
 def graph_bytes(

@@ -71,6 +71,8 @@ FAULTS = [
     *((name, off, "off by") for name in FLOATS),
     *((name, nan_at_end, "NaN in") for name in FLOATS),
     *((name, off, "other token ids") for name in ("argmax", "draw", "sample")),
+    ("gather_step", lambda step: step._replace(positions=step.positions + 1), "other positions"),
+    ("gather_sampling", lambda given: given._replace(forbids_stops=~given.forbids_stops), "other forbidding"),
     *((name, lambda result: result.double(), "torch.float64") for name in ("rms_norm", "argmax")),
     *((name, lambda result: result[1:], "in place of") for name in FLOATS),
 ]

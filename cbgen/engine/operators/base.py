@@ -7,13 +7,14 @@ is stored has the dtype of its tensor; what happens in between is float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
+from cbgen.engine.slot_state import SlotState, StepInput
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -89,6 +90,15 @@ class Penalties:
     factor: Tensor
     seen_tokens: Tensor
     seen_rows: Tensor
+
+
+class SampleArguments(NamedTuple):
+    """What `Operators.sample` takes beside the logits, see there."""
+
+    params: SampleTensors
+    stop_token_ids: Tensor
+    forbids_stops: Tensor
+    penalties: Penalties
 
 
 class Operators(Protocol):
@@ -189,4 +199,16 @@ class Operators(Protocol):
                 all that is left, the token is 0.
             penalties: applied to the logits before anything else, but not for the question whether they are sound.
         """
+        ...
+
+    def gather_step(self, state: SlotState, slots: Tensor, num_columns: int, block_size: int) -> StepInput:
+        """See `cbgen.engine.slot_state.gather_step`; slots contiguous."""
+        ...
+
+    def gather_sampling(self, state: SlotState, slots: Tensor) -> SampleArguments:
+        """What the samples of slots [B] int64, contiguous, depend on."""
+        ...
+
+    def advance(self, state: SlotState, slots: Tensor, token_ids: Tensor, ring: Tensor, cursor: Tensor) -> None:
+        """See `cbgen.engine.slot_state.advance`; slots and token ids contiguous."""
         ...

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cbgen.engine import slot_state
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.attention.reference import paged_attention
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleTensors
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleArguments, SampleTensors
+from cbgen.engine.slot_state import SlotState, StepInput
 
 _PREFILTER = 1024  # top-p looks at so many tokens first; only rows whose nucleus is wider pay for a full sort
 
@@ -124,6 +126,29 @@ class ReferenceOperators:
             drawn = self.draw(logits, rows, DrawParams(temperature, top_k, top_p, min_p, uniforms))
             token_ids[torch.from_numpy(rows).to(logits.device)] = drawn
         return token_ids.masked_fill_(~is_sound, -1)
+
+    def gather_step(self, state: SlotState, slots: Tensor, num_columns: int, block_size: int) -> StepInput:
+        """See `Operators.gather_step`."""
+        return slot_state.gather_step(state, slots, num_columns, block_size)
+
+    def gather_sampling(self, state: SlotState, slots: Tensor) -> SampleArguments:
+        """See `Operators.gather_sampling`."""
+        num_tokens = state.num_tokens[slots]
+        params = SampleTensors(
+            temperature=state.temperature[slots],
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            min_p=state.min_p[slots],
+            random_state=state.random_state[slots],
+            position=num_tokens - state.num_prompt_tokens[slots],
+        )
+        forbids_stops = num_tokens < state.min_total_tokens[slots]
+        penalties = Penalties(state.repetition_penalty[slots], state.seen_tokens, slots)
+        return SampleArguments(params, state.stop_token_ids[slots], forbids_stops, penalties)
+
+    def advance(self, state: SlotState, slots: Tensor, token_ids: Tensor, ring: Tensor, cursor: Tensor) -> None:
+        """See `Operators.advance`."""
+        slot_state.advance(state, slots, token_ids, ring, cursor)
 
 
 def uniforms_of(random_state: Tensor, position: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ from cbgen.engine.operators.base import (
     Penalties,
     SampleTensors,
 )
+from cbgen.engine.slot_state import SlotState
 
 _ROWS = 5
 _BLOCK_SIZE = 16
@@ -85,6 +86,9 @@ def make_trials(shape: ModelShape) -> Iterator[Trial]:
     yield Trial("draw", partial(_draw, shape))
     yield Trial("sample", partial(_sample, shape, False))
     yield Trial("sample", partial(_sample, shape, True))
+    yield Trial("gather_step", partial(_gather_step, shape))
+    yield Trial("gather_sampling", partial(_gather_sampling, shape))
+    yield Trial("advance", partial(_advance, shape))
 
 
 class _Random:
@@ -285,3 +289,49 @@ def _sample(shape: ModelShape, with_stops: bool, operators: Operators) -> dict[s
     seen = torch.tensor([0x10204081, 0x02040810], dtype=torch.int64, device=shape.device).to(torch.int32)
     penalties = Penalties(factor, seen[:, None].repeat(1, -(-logits.shape[1] // 32)), row % 2)
     return {"token ids": operators.sample(logits, params, stops, row % 2 == 1, penalties)}
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def _slot_state(shape: ModelShape) -> SlotState:
+    """Six slots of three blocks: the third has ended, of the others some are about to."""
+    state = SlotState.empty(6, 3, 99, shape.vocab_size, shape.device)
+    slot = torch.arange(6, device=shape.device)
+    state.last_token[:-1] = slot % shape.vocab_size
+    state.num_tokens[:-1] = 5 + 8 * slot
+    state.num_prompt_tokens[:-1] = 2 + slot
+    state.max_total_tokens[:-1] = state.num_tokens[:-1] + 1 + slot // 3
+    state.min_total_tokens[:-1] = state.num_tokens[:-1] + 2 * (slot % 2)
+    state.is_done[2] = True
+    state.stop_token_ids[:-1, 1] = slot % shape.vocab_size
+    state.block_tables[:-1] = (torch.arange(18, device=shape.device) * 7 % 18).view(6, 3).int()
+    state.temperature[:-1], state.top_k[:-1] = slot / 2, slot.int()
+    state.top_p[:-1], state.min_p[:-1], state.repetition_penalty[:-1] = slot / 5, slot / 7, 1 + slot / 3
+    state.random_state[:-1] = (slot - 3) * 0x123456789ABCDEF
+    return state
+
+
+def _some_slots(shape: ModelShape) -> Tensor:
+    return torch.tensor([4, 0, 6, 1, 5, 6, 3], device=shape.device)  # 6 is the trash slot
+
+
+def _gather_step(shape: ModelShape, operators: Operators) -> dict[str, Tensor]:
+    slots = torch.arange(7, device=shape.device)
+    return operators.gather_step(_slot_state(shape), slots, 3, _BLOCK_SIZE)._asdict()
+
+
+def _gather_sampling(shape: ModelShape, operators: Operators) -> dict[str, Tensor]:
+    params, stops, forbids, penalties = operators.gather_sampling(_slot_state(shape), _some_slots(shape))
+    columns = {str(index): column for index, column in enumerate(astuple(params))}
+    return columns | {"stops": stops, "forbidding": forbids, "penalties": penalties.factor}
+
+
+def _advance(shape: ModelShape, operators: Operators) -> dict[str, Tensor]:
+    state, slots = _slot_state(shape), _some_slots(shape)
+    token_ids = slots % shape.vocab_size
+    token_ids[-1] = -1  # of logits that were not sound
+    ring, cursor = torch.zeros(3, 8, dtype=torch.int64, device=shape.device), torch.ones_like(slots[:1])
+    operators.advance(state, slots, token_ids, ring, cursor)
+    changed = {"tokens": state.last_token, "lengths": state.num_tokens, "ends": state.is_done}
+    return changed | {"seen tokens": state.seen_tokens[:-1], "ring": ring, "cursor": cursor}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
-from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleTensors
+from cbgen.engine.operators.base import Activation, DrawParams, HeadLayout, Penalties, SampleArguments, SampleTensors
 from cbgen.engine.operators.reference import ReferenceOperators
+from cbgen.engine.slot_state import SlotState, StepInput
 from cbgen.engine.triton import elementwise
+from cbgen.engine.triton import slots as slot_kernels
 from cbgen.engine.triton.attention import MAX_HEAD_DIM as MAX_ATTENTION_HEAD_DIM
 from cbgen.engine.triton.attention import PagedAttention
 from cbgen.engine.triton.sampling import TritonSampling
@@ -130,6 +132,20 @@ class TritonOperators(ReferenceOperators):
         return self._sampling.sample(
             logits, columns, params.random_state, params.position, stop_token_ids, forbids_stops, seen
         )
+
+    def gather_step(self, state: SlotState, slots: Tensor, num_columns: int, block_size: int) -> StepInput:
+        """See `Operators.gather_step`."""
+        return slot_kernels.gather_step(state, slots, num_columns, block_size)
+
+    def gather_sampling(self, state: SlotState, slots: Tensor) -> SampleArguments:
+        """See `Operators.gather_sampling`."""
+        columns = slot_kernels.gather_sampling(state, slots)
+        penalties = Penalties(columns.repetition_penalty, state.seen_tokens, slots)
+        return SampleArguments(SampleTensors(*columns[:6]), columns.stop_token_ids, columns.forbids_stops, penalties)
+
+    def advance(self, state: SlotState, slots: Tensor, token_ids: Tensor, ring: Tensor, cursor: Tensor) -> None:
+        """See `Operators.advance`."""
+        slot_kernels.advance(state, slots, token_ids, ring, cursor)
 
 
 def _accepts(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:

@@ -27,6 +27,9 @@ OPERATOR_NAMES = (
     "argmax",
     "draw",
     "sample",
+    "gather_step",
+    "gather_sampling",
+    "advance",
 )
 # Largest |difference| / (1 + |expected|). Rounding is some tenths of it; a wrong mask or index is of the order of 1.
 _TOLERANCE = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -56,6 +59,9 @@ class MixedOperators:
         self.argmax = chosen("argmax").argmax
         self.draw = chosen("draw").draw
         self.sample = chosen("sample").sample
+        self.gather_step = chosen("gather_step").gather_step
+        self.gather_sampling = chosen("gather_sampling").gather_sampling
+        self.advance = chosen("advance").advance
 
 
 def trusted(operators: Operators, shape: ModelShape, notice: Callable[[str], None]) -> Operators:
