@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 _NUM_WARPS = 16  # of the program that draws
-_MAX_REGISTERS = 128  # what so many warps have; unless told, the assembler takes fewer for a second program, and spills
+_MAX_REGISTERS = 128  # of a thread; unless told, the assembler takes fewer, for more programs at a time, and spills
 _NUM_PIVOTS = 8
 _NEAR_KEY = 0x41200000  # of 10: a token of 1 / 22,000 of the best one's probability
 
@@ -37,7 +37,7 @@ class TritonSampling:
         max_candidates: tokens that are collected at most. With more left, the search goes over the whole row.
     """
 
-    def __init__(self, part: int = 4096, tile: int = 2048, max_candidates: int = 4096) -> None:
+    def __init__(self, part: int = 4096, tile: int = 1024, max_candidates: int = 4096) -> None:
         self._part = part
         self._tile = tile
         self._max_candidates = max_candidates
@@ -101,7 +101,14 @@ class TritonSampling:
         strides = (logits.stride(0), stops.stride(0), seen.stride(0))
         flags = {"HAS_ROWS": rows is not None, "HAS_STOPS": has_stops, "HAS_PENALTIES": penalties is not None}
         _best_kernel[(num_rows, num_parts)](
-            *inputs, *strides, vocab_size, stops.shape[1], **flags, PART=self._part, num_warps=8
+            *inputs,
+            *strides,
+            vocab_size,
+            stops.shape[1],
+            **flags,
+            PART=self._part,
+            num_warps=8,
+            maxnreg=_MAX_REGISTERS,
         )
         draws = columns is not None
         candidates = places
