@@ -219,7 +219,7 @@ def main() -> None:
     start = time.perf_counter()
     recorders = []
     for name in arguments.machine or MACHINES:
-        calls = trial_calls(everything=arguments.all)
+        calls = trial_calls(MACHINES[name], everything=arguments.all)
         recorders.append(
             record(MACHINES[name], {label: call for label, call in calls.items() if arguments.only in label})
         )

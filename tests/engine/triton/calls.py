@@ -16,6 +16,8 @@ from cbgen.engine.kv_cache import LayerSpec
 from cbgen.engine.operators.base import HeadLayout, Penalties, SampleTensors
 from cbgen.engine.operators.trials import ModelShape, Trial, make_trials
 from cbgen.engine.operators.triton import TritonOperators
+from cbgen.engine.slot_state import SlotState
+from cbgen.engine.triton import slots
 from tests.engine.triton.machines import Machine
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,20 +59,35 @@ MORE_ATTENTION = {
 }
 
 
-def trial_calls(*, everything: bool) -> dict[str, Call]:
-    """Label -> a function that makes the call on the operators of a machine."""
+def trial_calls(machine: Machine, *, everything: bool) -> dict[str, Call]:
+    """Label -> a function that makes the call on a machine's operators.
+
+    Without `everything` each kernel is called in each dtype, but those of sampling in one; and on a machine that shares
+    its other kernels with its like, those that have a table.
+    """
     calls: dict[str, Call] = {}
     for name, (dtype, *sizes, layers) in (MODELS | (MORE_MODELS if everything else {})).items():
         shape = ModelShape(dtype, torch.device("cpu"), *sizes, tuple(layers))
-        calls |= _calls(name, list(make_trials(shape)))
+        trials = list(make_trials(shape))
+        if not everything:
+            left_out = {"draw"} if dtype == BF16 else {"argmax", "draw", "sample"}
+            trials = [trial for trial in trials if trial.operator not in left_out]
+        calls |= _calls(name, trials)
     for name, (dtype, layer) in (ATTENTION | (MORE_ATTENTION if everything else {})).items():
         shape = ModelShape(dtype, torch.device("cpu"), 64, 64, 64, (layer,))
-        calls |= _calls(name, [trial for trial in make_trials(shape) if trial.operator == "attention"])
+        calls |= _calls(name, list(make_trials(shape)), only="attention")
+    calls["slots"] = lambda machine: _slots(num_slots=256, num_rows=64, num_columns=40)
+    if machine.shares_kernels and not everything:
+        calls = {label: call for label, call in calls.items() if ": attention" in label}
     return calls
 
 
-def _calls(name: str, trials: list[Trial]) -> dict[str, Call]:
-    return {f"{name}: {trial.operator} {index}": partial(_run, trial) for index, trial in enumerate(trials)}
+def _calls(name: str, trials: list[Trial], only: str = "") -> dict[str, Call]:
+    return {
+        f"{name}: {trial.operator} {index}": partial(_run, trial)
+        for index, trial in enumerate(trials)
+        if trial.operator == only or not only
+    }
 
 
 def _run(trial: Trial, machine: Machine) -> None:
@@ -79,6 +96,15 @@ def _run(trial: Trial, machine: Machine) -> None:
 
 def _operators(machine: Machine) -> TritonOperators:
     return TritonOperators(machine.capability, machine.num_multiprocessors)
+
+
+def _slots(num_slots: int, num_rows: int, num_columns: int) -> None:
+    """What a decode step does with the state of its slots."""
+    state = SlotState.empty(num_slots, max(num_columns, 100), 0, 1000, torch.device("cpu"))
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    slots.gather_step(state, rows, num_columns, 16)
+    slots.gather_sampling(state, rows)
+    slots.advance(state, rows, rows, torch.zeros(8, num_slots, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 
 
 # -- one model's steps: what is compiled again when only the batch changes ---------------------------------------------
@@ -116,9 +142,9 @@ def _step(num_decodes: int, chunks: list[int], longest: int, machine: Machine) -
     operators.rms_norm(x, torch.ones(_HIDDEN), 1e-5, x)
     operators.activation_mul(x.new_zeros(num_tokens, 2 * _INTERMEDIATE), "silu")
     keys, values = x.new_zeros(2, 4, _KV_HEADS, 16, _DIM)
-    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    slot_mapping = torch.zeros(num_tokens, dtype=torch.int64)
     metadata = AttentionMetadata(
-        slot_mapping=slots,
+        slot_mapping=slot_mapping,
         block_tables=torch.zeros(num_seqs, -(-longest // 16), dtype=torch.int32),
         context_lens=torch.ones(num_seqs, dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -129,7 +155,7 @@ def _step(num_decodes: int, chunks: list[int], longest: int, machine: Machine) -
     )
     cos = x.new_zeros(num_tokens, _DIM)
     qkv = x.new_zeros(num_tokens, (_HEADS + 2 * _KV_HEADS) * _DIM)
-    query = operators.rope_and_store(qkv, HeadLayout(_HEADS, _KV_HEADS, _DIM), cos, cos, keys, values, slots)
+    query = operators.rope_and_store(qkv, HeadLayout(_HEADS, _KV_HEADS, _DIM), cos, cos, keys, values, slot_mapping)
     operators.attention(AttentionCall(0, _DIM**-0.5), query, keys, values, metadata)
     number = torch.zeros(num_seqs, dtype=torch.int64)
     fraction = torch.zeros(num_seqs)
@@ -138,3 +164,4 @@ def _step(num_decodes: int, chunks: list[int], longest: int, machine: Machine) -
     penalties = Penalties(fraction, torch.zeros(num_seqs, -(-_VOCABULARY // 32), dtype=torch.int32), number)
     forbids = torch.zeros(num_seqs, dtype=torch.bool)
     operators.sample(x.new_zeros(num_seqs, _VOCABULARY), params, stops, forbids, penalties)
+    _slots(1024, num_seqs, metadata.block_tables.shape[1])

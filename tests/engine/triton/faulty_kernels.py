@@ -49,7 +49,7 @@ def main() -> None:
 
     def calls(_):
         broken_kernel[(1,)](x)
-        spilling_kernel[(1,)](x, x, SIZE=64, num_warps=1)
+        spilling_kernel[(1,)](x, x, SIZE=32, num_warps=1)
         wide_kernel[(1,)](half, x, 9, SIZE=128, num_stages=5)
 
     def specialized(_):
