@@ -273,7 +273,7 @@ class Engine:
         return self._settle(self._most_in_flight)
 
     def _settle(self, num_left: int) -> list[Generation]:
-        """Look at what came of all rounds but the last `num_left`. With none left, the host may change slots."""
+        """Look at what came of all rounds but the last `num_left`."""
         ended: list[Generation] = []
         clock, stats = time.perf_counter, self.stats
         while self.rounds is not None and len(self._in_flight) > num_left:
@@ -291,8 +291,6 @@ class Engine:
             stats.num_discarded_tokens += token_ids.size - num_sampled
             self._rows_in_succession.step_done({}, anything_ran=True)
             stats.update_seconds += clock() - started
-        if self.rounds is not None and not num_left:
-            self.rounds.forget()
         return ended
 
     def _ended(self, sequence: Sequence) -> Generation:
@@ -309,6 +307,8 @@ class Engine:
         A part that failed is as if it had not begun: only `update` moves sequences on, and the KV of a token that is
         computed again is written to the same place.
         """
+        if self.rounds is not None:
+            self.rounds.forget()  # the tokens of this step are not on the device
         limit = self._token_limit
         pending = deque([output])
         ended: list[Generation] = []

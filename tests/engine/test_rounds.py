@@ -150,6 +150,16 @@ def test_steps_with_prompts_are_recorded_and_padded_too(loaded, monkeypatch):
         assert len(shapes) == recorder.num_recorded
 
 
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_a_slot_is_sent_once_for_each_row_in_it(loaded, decode_steps):
+    rows = [(p, SamplingParams(max_tokens=9), False) for p, _, _ in make_rows(5, 30)]
+    engine = Engine(loaded, EngineConfig(max_num_seqs=7, decode_steps=decode_steps))
+    send_new, sent = engine.rounds._send_new, []
+    engine.rounds._send_new = lambda table, slots: sent.extend(slots) or send_new(table, slots)
+    run(engine, rows)
+    assert len(sent) == len(rows)
+
+
 def test_rows_of_several_samples_and_none_of_them_twice(loaded):
     rows = [(prompt, SamplingParams(n=3, temperature=1.0, max_tokens=9), False) for prompt, _, _ in make_rows(5, 8)]
     expected = tokens(run(Engine(loaded, EngineConfig(max_num_seqs=4)), rows))
