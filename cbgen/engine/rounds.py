@@ -188,7 +188,7 @@ class RoundRunner:
                         self._run(shape)
                     else:
                         replay()
-                landed = self._fetch(slice(first_row, first_row + num_steps), shape.num_rows)
+                landed = self._fetch(slice(first_row, first_row + num_steps))
         self._num_rounds += 1
         return Flight(num_steps, first_row, parts.columns(shape), landed)
 
@@ -251,16 +251,24 @@ class RoundRunner:
         self._send_fields(_blank(shape, self.state.trash_slot, self._trash_position))
 
     def _send_fields(self, fields: Int64Array) -> None:
-        self._ints[: len(fields)].copy_(self._send(fields), non_blocking=True)
+        self._ints[: len(fields)].copy_(self._pinned(fields), non_blocking=True)
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
-        """A copy on the device. Pinned memory comes from torch's cache, which keeps it until the transfer is over."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else tensor
+        """A copy on the device."""
+        return self._pinned(array).to(self._device, non_blocking=True)
 
-    def _fetch(self, rows: slice, num_columns: int) -> Callable[[], None]:
-        """Begin to copy rows of the ring to the host; returns what waits for it."""
-        self._landing[rows, :num_columns].copy_(self._ring[rows, :num_columns], non_blocking=True)
+    def _pinned(self, array: npt.NDArray[Any]) -> Tensor:
+        """What a transfer can begin from at once; torch's cache of pinned memory keeps it until the transfer is over."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+    def _fetch(self, rows: slice) -> Callable[[], None]:
+        """Begin to copy rows of the ring to the host, whole ones: torch waits for a copy that is not contiguous.
+
+        Returns:
+            What waits for it.
+        """
+        self._landing[rows].copy_(self._ring[rows], non_blocking=True)
         if not self._is_cuda:
             return _nothing
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
