@@ -258,7 +258,7 @@ class RoundRunner:
         return self._pinned(array).to(self._device, non_blocking=True)
 
     def _pinned(self, array: npt.NDArray[Any]) -> Tensor:
-        """What a transfer can begin from at once; torch's cache of pinned memory keeps it until the transfer is over."""
+        """Where a transfer can begin at once; torch's cache of pinned memory keeps it until the transfer is over."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._is_cuda else tensor
 
