@@ -414,7 +414,8 @@ def bench(
     except ValueError as error:
         raise UsageError(str(error)) from error
     if ablations:
-        chosen += [engine for engine in known.ablations() if engine.name not in {given.name for given in chosen}]
+        given = {engine.name for engine in chosen}
+        chosen += [engine for engine in known.ablations(values["device"]) if engine.name not in given]
     for option_, path in (("--json", json_file), ("--svg", svg)):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{option_} {path}: no such directory")

@@ -24,6 +24,8 @@ OPTIMIZATIONS = {
     "prefix-cache": "prompts that begin alike are read once",
     "prediction": "rows admitted by the length they will have, not by the longest they could have",
 }
+OPTIMIZED_DEVICES = {"native": "cpu", "packing": "cpu", "triton": "cuda", "graphs": "cuda"}
+"""Names of `OPTIMIZATIONS` that matter on one kind of device only."""
 _FORMATS_BY_SUFFIX: dict[str, OutputFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cbgen.config import OPTIMIZATIONS
+from cbgen.config import OPTIMIZATIONS, OPTIMIZED_DEVICES
 
 PEERS_DIRECTORY = Path(__file__).parent / "peers"
 Knobs = dict[str, Any]
@@ -127,9 +127,14 @@ def parse_engines(text: str) -> list[Engine]:
     return engines
 
 
-def ablations() -> list[Engine]:
-    """This engine with each optimization switched off in turn, then with all of them."""
-    names = list(OPTIMIZATIONS)
+def ablations(device: str) -> list[Engine]:
+    """This engine with each optimization switched off in turn, then with all of them.
+
+    Args:
+        device: as the user named it; `auto` may be any kind.
+    """
+    kind = device.partition(":")[0]
+    names = [name for name in OPTIMIZATIONS if kind in ("auto", OPTIMIZED_DEVICES.get(name, kind))]
     return [parse_engine(f"cbgen:disable={name}") for name in [*names, "+".join(names)]]
 
 

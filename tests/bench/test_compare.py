@@ -245,8 +245,13 @@ def test_engines_with_settings():
 
 
 def test_ablations_switch_each_optimization_off_and_then_all():
-    switched_off = [engine.fixed["disabled"] for engine in ablations()]
+    switched_off = [engine.fixed["disabled"] for engine in ablations("auto")]
     assert switched_off == [*([name] for name in OPTIMIZATIONS), list(OPTIMIZATIONS)]
+
+
+def test_ablations_are_those_of_the_device():
+    assert set(ablations("cpu")[-1].fixed["disabled"]) == OPTIMIZATIONS.keys() - {"triton", "graphs"}
+    assert set(ablations("cuda:1")[-1].fixed["disabled"]) == OPTIMIZATIONS.keys() - {"native", "packing"}
 
 
 def test_every_engine_has_its_script():
