@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -41,6 +42,10 @@ def set_apart() -> Iterator[None]:
 
 
 def skip_last_collection() -> None:
-    """For a process that is about to exit: no last search. Its memory goes back to the system all the same."""
-    gc.disable()
-    gc.freeze()
+    """For a process that is about to exit: no last search. Its memory goes back to the system all the same.
+
+    Not with Triton, whose bindings list on stderr all that is left at the end.
+    """
+    if "triton" not in sys.modules:
+        gc.disable()
+        gc.freeze()

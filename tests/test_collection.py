@@ -64,3 +64,9 @@ def test_a_process_ends_without_a_last_collection():
         subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True).stdout for end in ends
     ]
     assert ["collected" in output for output in outputs] == [False, True]
+
+
+def test_triton_has_nothing_to_say_when_a_process_ends():
+    pytest.importorskip("triton")
+    code = "import sys, triton, cbgen.cli; sys.argv = ['cbgen', '--version']; cbgen.cli.main()"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
