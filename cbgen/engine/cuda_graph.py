@@ -27,7 +27,7 @@ Capture = Callable[[Run], Run]
 
 MOST_GRAPHS = 64
 _SHORTEST_CONTEXT = 512
-_TOLERATED_PADDING = 1.25  # a graph for this many times the rows is as good as one of their own
+_TOLERATED_PADDING = 1.125  # a graph for this many times the tokens is as good as one of their own
 _WANTED_TO_RECORD = 8  # steps that would have been better off with a graph of their own
 
 
@@ -77,13 +77,19 @@ def padded(shape: StepShape, max_context_len: int) -> StepShape:
     if not shape.num_prefills:
         return StepShape(num_decodes, max_context_len=context)
     num_prefills = max(8, _power_of_two(shape.num_prefills))
-    return StepShape(num_decodes, num_prefills, max(64, _power_of_two(shape.num_prefill_tokens)), context)
+    return StepShape(num_decodes, num_prefills, padded_tokens(shape.num_prefill_tokens), context)
 
 
 def padded_rows(num_rows: int) -> int:
     """1, 2, 4, every 8 to 64, every 16 to 256, every 32 to 512, every 64 from there."""
     sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, 512, 32))
     return next((size for size in sizes if size >= num_rows), -(-num_rows // 64) * 64)
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """Every 64 to 512, every 128 to 1,024, every 256 to 2,048, and so on: an eighth at most in a large step."""
+    step = max(64, _power_of_two(num_tokens) // 8)
+    return -(-num_tokens // step) * step
 
 
 def _power_of_two(value: int) -> int:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cbgen.engine import cuda_graph
-from cbgen.engine.cuda_graph import CaptureError, GraphCache, StepShape, padded, padded_rows
+from cbgen.engine.cuda_graph import CaptureError, GraphCache, StepShape, padded, padded_rows, padded_tokens
 from cbgen.engine.preparation import prepare
 from cbgen.engine.rounds import graph_bytes
 from tests.engine.parity import load
@@ -53,7 +53,11 @@ def test_padding_covers_and_is_bounded():
         assert best.covers(shape)
         assert padded(best, 4096) == best
         assert best.num_decodes < shape.num_decodes + 8 or best.num_decodes <= 1.27 * shape.num_decodes
+        assert best.num_prefill_tokens <= max(
+            64, 1.25 * shape.num_prefill_tokens + 64 * (shape.num_prefill_tokens < 512)
+        )
     assert [padded_rows(n) for n in (1, 3, 5, 33, 65, 257, 513, 1000)] == [1, 4, 8, 40, 80, 288, 576, 1024]
+    assert [padded_tokens(n) for n in (1, 65, 500, 513, 1025, 7000)] == [64, 128, 512, 640, 1280, 7168]
 
 
 def test_the_largest_of_a_context_is_recorded_first_and_serves_all_until_others_pay():
