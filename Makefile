@@ -79,6 +79,6 @@ bench-start: setup ## start to first row, and a short job, beside a plain transf
 bench-around: setup ## what reader, tokenizer and writer add to the engine's time
 	$(BIN)/python -m tests.benchmarks.around_engine $(ARGS)
 
-# On a machine with a GPU as it is: with its own Python, nothing is installed. Where there is a .venv, with that.
-gpu-check: ## kernels, engine and speed on a GPU, in 8 minutes; rehearse on CPU with ARGS=--dry
-	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(ARGS)
+# On a machine with a GPU as it is: its own Python, nothing is installed. Where there is a .venv, that; to rehearse, the tests'.
+gpu-check: $(if $(findstring --dry,$(ARGS)),.venv/.triton) ## kernels, engine and speed on a GPU, in 8 minutes; rehearse on CPU with ARGS=--dry
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python)$(findstring --dry,$(ARGS)),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(ARGS)
