@@ -2,7 +2,8 @@
 
 A graph holds one shape, so a step runs in the graph of a shape that covers its own; the rest is padding. Recording one
 takes time and memory, so it is done when a shape is wanted, the largest first: smaller ones then find room in the
-memory of the first, which all share. Until a graph of its own pays, a step runs in a larger one that is there.
+memory of the first, which all share. Until a graph of its own pays, a step runs in a larger one that is there, if that
+does not mean many more tokens of prompts.
 
 Enters: the shape of a step, and what runs a shape. Leaves: the shape to fill, and what replays it. What records is
 passed in: `CudaCapture` on a GPU, and anything that keeps the function itself where there is none.
@@ -10,6 +11,7 @@ passed in: `CudaCapture` on a GPU, and anything that keeps the function itself w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ Capture = Callable[[Run], Run]
 MOST_GRAPHS = 64
 _SHORTEST_CONTEXT = 512
 _TOLERATED_PADDING = 1.125  # a graph for this many times the tokens is as good as one of their own
+_MOST_PADDING = 1.5  # where there are prompts, a step in a graph for more tokens than this takes longer than without
 _WANTED_TO_RECORD = 8  # steps that would have been better off with a graph of their own
 
 
@@ -139,7 +142,10 @@ class GraphCache:
             return shape, None
         if best not in self._graphs:
             self._consider(best)
-        found = min((s for s in self._graphs if s.covers(shape)), key=_cost, default=None)
+        # Rows of decodes cost little. Tokens of prompts are arithmetic: many of padding cost more than launches do.
+        most_tokens = _MOST_PADDING * best.num_tokens if shape.num_prefills else math.inf
+        covering = (s for s in self._graphs if s.covers(shape) and s.num_tokens <= most_tokens)
+        found = min(covering, key=_cost, default=None)
         return (shape, None) if found is None else (found, self._graphs[found])
 
     def _consider(self, best: StepShape) -> None:
@@ -177,6 +183,9 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch names its type differently from release to release
+        # Torch from 2.12 on frees the cuBLAS workspace of a stream with any graph that was recorded on it, while others
+        # still use it (https://github.com/pytorch/pytorch/issues/193402): so what failed lives as long as what did not.
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Run) -> Run:
         """Run it once, so that what is compiled or allocated at first use is there, then record it.
@@ -193,6 +202,7 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         except Exception as error:
+            self._failed.append(graph)
             torch.cuda.synchronize()  # a device that does not survive this raises here
             end_failed_capture(self._pool)
             raise CaptureError(root_cause(error)) from error

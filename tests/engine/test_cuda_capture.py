@@ -1,6 +1,7 @@
 """What becomes of a recording that fails, with torch's part of it played by stand-ins: a real one needs a GPU."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -60,6 +61,32 @@ def test_a_recording_that_fails_says_why_and_leaves_the_allocator_in_order(calls
     with pytest.raises(CaptureError, match=r"^OutOfMemoryError: CUDA out of memory\.$"):
         CudaCapture()(run)
     assert calls == [f"record into {POOL}", "synchronize", f"end {POOL}"]
+
+
+def test_what_failed_lives_as_long_as_what_did_not(calls):
+    """Torch frees a workspace with it that all graphs of the stream use."""
+    capture, graphs = CudaCapture(), []
+    make = torch.cuda.CUDAGraph
+
+    def watched():
+        graph = make()
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    torch.cuda.CUDAGraph = watched  # the fixture puts torch's own back
+    replay = capture(lambda: None)
+    attempts = iter([True, False])
+
+    def run():
+        if not next(attempts):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(CaptureError):
+        capture(run)
+    assert [graph() is None for graph in graphs] == [False, False]
+    replay()
+    del capture, replay, run
+    assert [graph() is None for graph in graphs] == [True, True]
 
 
 def test_a_device_that_does_not_survive_is_not_used_again(calls, monkeypatch):

@@ -1,6 +1,8 @@
 """Which shapes are recorded, when, and what a step that is not recorded gets instead."""
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -88,6 +90,21 @@ def test_a_step_with_prompts_is_recorded_once_it_was_wanted_often():
     assert cache.find(StepShape(0, 3, 500, 900)) == (StepShape(0, 3, 500, 900), None), "without decodes: as it is"
 
 
+def test_a_step_with_few_prompt_tokens_does_not_run_as_one_with_many():
+    """Padding of prompts is arithmetic: it costs more than the launches that a graph saves."""
+    device = Device()
+    cache = device.cache()
+    for _ in range(8):
+        many = cache.find(StepShape(250, 3, 2000, 900))[0]
+    assert many == StepShape(256, 8, 2048, 1024)
+    few = StepShape(250, 3, 100, 900)
+    found = [cache.find(few) for _ in range(9)]
+    assert found[:7] == [(few, None)] * 7
+    assert found[-1][0] == StepShape(256, 8, 128, 1024)
+    assert cache.find(StepShape(250, 3, 1900, 900))[0] == many
+    assert cache.find(StepShape(200, 3, 1900, 900))[0] == many, "close enough"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_found_always_covers_and_the_number_is_bounded(seed, monkeypatch):
     monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 12)
@@ -129,12 +146,27 @@ def test_a_step_that_fails_on_padding_is_not_recorded():
     assert cache.reason == "ValueError: a layer wants rows"
 
 
-def test_memory_of_graphs_is_measured_on_three_of_them(tmp_path):
+class Graph:
+    """As torch's: it knows nothing of what was recorded."""
+
+    def replay(self):
+        """Do nothing."""
+
+
+def test_memory_of_graphs_is_measured_on_three_of_them_and_free_again(tmp_path):
     loaded = prepare(load(build_model("llama-ratio-3", tmp_path)), set(), print)
     free = iter([1000, 700, 695, 685])
+    graphs = []
 
     def capture(run):
         run()
-        return run
+        graph = Graph()
+        graphs.append(weakref.ref(graph))
+        return graph.replay
 
-    assert graph_bytes(loaded, capture, 100, 40, lambda: next(free)) == 300 + 63 * 10
+    gc.disable()  # which could be late: the KV cache is made right after
+    try:
+        assert graph_bytes(loaded, capture, 100, 40, lambda: next(free)) == 300 + 63 * 10
+        assert [graph() for graph in graphs] == [None] * 3
+    finally:
+        gc.enable()
