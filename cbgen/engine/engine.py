@@ -26,7 +26,7 @@ from cbgen.engine.containment import Failure, RowsInSuccession, TokenLimit, judg
 from cbgen.engine.cuda_graph import Capture, CudaCapture
 from cbgen.engine.limits import Limits, choose_limits
 from cbgen.engine.loader import LoadedModel
-from cbgen.engine.machine_probe import free_device_memory
+from cbgen.engine.machine_probe import free_device_memory, release_cached_memory
 from cbgen.engine.model_input import build_model_input
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.rounds import Flight, RoundRunner, graph_bytes
@@ -387,10 +387,14 @@ def _graph_bytes(loaded: LoadedModel, capture: Capture | None) -> Callable[[int,
     device = loaded.device
     if capture is None or device.type != "cuda":
         return lambda num_tokens, num_seqs: 0
-    # Recorded by another: its memory shall be free again before the cache takes the rest.
-    return lambda num_tokens, num_seqs: graph_bytes(
-        loaded, CudaCapture(), num_tokens, num_seqs, lambda: free_device_memory(device)
-    )
+
+    def measured(num_tokens: int, num_seqs: int) -> int:
+        # Recorded by another: its memory shall be free again before the cache takes the rest.
+        taken = graph_bytes(loaded, CudaCapture(), num_tokens, num_seqs, lambda: free_device_memory(device))
+        release_cached_memory(device)
+        return taken
+
+    return measured
 
 
 def _generation(sequence: Sequence) -> Generation:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -136,12 +137,19 @@ class RoundRunner:
         self._is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_slots, max_blocks = block_manager.block_tables.shape
-        max_context = max_blocks * block_manager.block_size
+        self._max_context = max_context = max_blocks * block_manager.block_size
         trash_block, vocab_size = runner.kv_cache.trash_block, runner.loaded.vocab_size
         self.state = SlotState.empty(num_slots, max_blocks, trash_block, vocab_size, self._device)
         self.graphs = None
         if capture is not None:
-            self.graphs = GraphCache(capture, self._send_blank, self._run, num_slots, max_context)
+            own = weakref.proxy(self)  # no cycle: graphs and their memory are gone as soon as their owner is
+            self.graphs = GraphCache(
+                capture,
+                lambda shape: own._send_blank(shape),
+                lambda shape: own._run(shape),
+                num_slots,
+                max_context,
+            )
         self.forbids_sync = False
         largest = padded(StepShape(num_slots, num_slots, max_num_tokens, 1), max_context)
         self._ints = torch.zeros(_Fields.size(largest), dtype=torch.int64, device=self._device)
@@ -175,7 +183,7 @@ class RoundRunner:
         """
         parts = _Parts.of(output, self._blocks)
         with self._on_stream():
-            shape, replay = parts.shape(num_steps), None
+            shape, replay = parts.shape(num_steps, self._max_context), None
             if self.graphs is not None:
                 shape, replay = self.graphs.find(shape)
             first_row = self._num_rounds % _ROUNDS_IN_RING * self._max_steps
@@ -286,9 +294,14 @@ class RoundRunner:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        plain_stream = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(plain_stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        except BaseException:  # what was launched before it failed still runs, and the same step is done there next
+            plain_stream.wait_stream(self._stream)
+            raise
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:
@@ -399,9 +412,10 @@ class _Parts:
             max_decode_len=int(table.num_tokens[decodes].max(initial=1)),
         )
 
-    def shape(self, num_steps: int) -> StepShape:
-        """As it is, without padding."""
+    def shape(self, num_steps: int, max_context_len: int) -> StepShape:
+        """As it is, without padding. A sequence that reaches the greatest length amid the steps grows no further."""
         longest = max(self.max_decode_len + num_steps - 1, int(self.tokens.context_lens.max(initial=1)))
+        longest = min(longest, max_context_len)
         return StepShape(len(self.decodes), len(self.prefills), len(self.tokens.input_ids), longest)
 
     def columns(self, shape: StepShape) -> Int64Array:

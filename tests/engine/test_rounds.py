@@ -2,17 +2,21 @@
 are padded. A function that is run again stands in for a graph.
 """
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbgen.config import EngineConfig
-from cbgen.engine.cuda_graph import CaptureError
+from cbgen.engine.cuda_graph import CaptureError, StepShape
 from cbgen.engine.engine import Engine
 from cbgen.engine.kv_cache import bytes_per_block
+from cbgen.engine.operators.reference import ReferenceOperators
 from cbgen.engine.preparation import prepare
 from cbgen.errors import CbgenError
 from cbgen.params import SamplingParams
@@ -258,6 +262,71 @@ def test_plain_operators_do_rounds_with_prompts(loaded, plain):
     engine._run = lambda output: pytest.fail("a round was done as a step")
     rows = [row for row in rows if row[1].repetition_penalty == 1 and len(row[1].stop_token_ids) < 16]
     assert tokens(run(engine, rows)) == tokens(run(Engine(loaded, EngineConfig(max_num_seqs=4)), rows))
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies into memory of some tensor: whether torch would do each as one transfer."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.storage, self.are_whole = tensor.untyped_storage().data_ptr(), []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() == self.storage:
+            self.are_whole.append(
+                args[0].is_contiguous() and args[1].is_contiguous() and args[0].dtype == args[1].dtype
+            )
+        return operator(*args, **(kwargs or {}))
+
+
+def test_tokens_come_to_the_host_in_one_transfer_each_round(loaded):
+    """Else torch copies to memory that is not pinned first, and a launch waits for the steps it has launched."""
+    engine = Engine(loaded, EngineConfig(max_num_seqs=6, decode_steps=8), capture=Recorder())
+    with Copies(engine.rounds._landing) as copies:
+        run(engine, make_rows(12, 16), check=False)
+    assert copies.are_whole == [True] * engine.rounds._num_rounds
+    assert engine.rounds._num_rounds > 10
+
+
+def test_steps_up_to_the_greatest_length_have_block_tables_no_wider_than_there_are(loaded, monkeypatch):
+    widths = []
+    gather_step = ReferenceOperators.gather_step
+
+    def watched(self, state, slots, num_columns, block_size):
+        widths.append((num_columns, state.block_tables.shape[1]))
+        return gather_step(self, state, slots, num_columns, block_size)
+
+    monkeypatch.setattr(type(loaded.operators), "gather_step", watched)
+    token_ids = np.arange(3, 40, dtype=np.int32)
+    lengths = {9: 39, 20: 12, 33: 15}  # prompt -> answer; two rows end at the greatest length, at different times
+    rows = [(token_ids[:p], SamplingParams(max_tokens=m, ignore_eos=True), False) for p, m in lengths.items()]
+    engine = Engine(loaded, EngineConfig(max_num_seqs=3, decode_steps=32, max_model_len=48))
+    answers = run(engine, rows)
+    assert [len(answers[index, 0].token_ids) for index in range(3)] == [*lengths.values()]
+    assert max(num_columns for num_columns, _ in widths) == widths[0][1] == 3
+
+
+class Forgets(Recorder):
+    """Keeps nothing of Python of what it recorded, as a CUDA graph does, and cannot run it."""
+
+    def __call__(self, run):
+        run()
+        return lambda: pytest.fail("there is nothing to replay")
+
+
+def test_an_engine_that_is_dropped_is_gone_at_once(loaded):
+    """Its graphs hold gigabytes, and torch frees with them what graphs recorded later on the same stream use."""
+    engine = Engine(loaded, EngineConfig(max_num_seqs=3, decode_steps=4), capture=Forgets())
+    engine.rounds.record(StepShape(2, max_context_len=16))
+    assert len(engine.rounds.graphs) == 1
+    run(engine, [row for row in make_rows(3, 6) if row[1].max_tokens == 1])
+    dropped = weakref.ref(engine.rounds), weakref.ref(engine.rounds.graphs), weakref.ref(engine._runner)
+    gc.disable()
+    try:
+        del engine
+        assert [reference() for reference in dropped] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class FailsToRecord(Recorder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from cbgen.config import EngineConfig
 from cbgen.engine.engine import Engine
 from cbgen.engine.loader import LoadedModel
+from cbgen.engine.rounds import RoundRunner
 from cbgen.params import SamplingParams
 from tests.gpu_check.clock import synchronize
 
@@ -74,11 +76,11 @@ def open_engine(loaded: LoadedModel, mode: Mode, **limits: Any) -> Watched:
     config = EngineConfig(decode_steps=mode.decode_steps, disabled=mode.disabled, **limits)
     engine, errors = Engine(loaded, config, capture=capture), []
     if engine.rounds is not None:
-        launch = engine.rounds.launch
+        launch, own = RoundRunner.launch, weakref.ref(engine.rounds)  # no cycle: graphs go when the engine does
 
         def watched(*arguments: Any) -> Any:
             try:
-                return launch(*arguments)
+                return launch(own(), *arguments)  # type: ignore[arg-type]
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}"[:300])
                 raise
