@@ -375,7 +375,7 @@ def _keys_at(items, num_candidates, places):
 
 
 @triton.jit
-def _measure(items, num_candidates, vocab_size, pivots, dtype: tl.constexpr, TILE: tl.constexpr):
+def _measure(items, num_candidates, vocab_size, pivots, TILE: tl.constexpr):
     """How many tokens have keys up to each pivot, int32, and their weight, float64 but for sums over a tile."""
     counts = pivots * 0
     masses = counts.to(tl.float64)
@@ -384,7 +384,7 @@ def _measure(items, num_candidates, vocab_size, pivots, dtype: tl.constexpr, TIL
         keys = _keys_at(items, num_candidates, start + tl.arange(0, TILE))
         is_kept = keys[None, :] <= pivots[:, None]
         counts += tl.sum(is_kept.to(tl.int32), axis=1)
-        masses += tl.sum(tl.where(is_kept, _weight_of(keys)[None, :], 0.0).to(dtype), axis=1).to(tl.float64)
+        masses += tl.sum(tl.where(is_kept, _weight_of(keys)[None, :], 0.0), axis=1).to(tl.float64)
     return counts, masses
 
 
@@ -416,7 +416,7 @@ def _search(
         pivots = low + steps.to(tl.int32)
         if (low < 0) & (high > 126 << 23):  # at first 1/2, 1, 2, 4 ... below the best logit: one of these octaves it is
             pivots = tl.minimum((126 + numbers) << 23, high - 1)
-        counts, masses = _measure(items, num_candidates, vocab_size, pivots, tl.float32, TILE)
+        counts, masses = _measure(items, num_candidates, vocab_size, pivots, TILE)
         is_enough = tl.where(by_count, counts.to(tl.float64), masses) >= wanted
         count = tl.minimum(count, tl.min(tl.where(is_enough, counts, count), axis=0))
         low = tl.maximum(low, tl.max(tl.where(is_enough, low, pivots), axis=0))
@@ -431,38 +431,48 @@ def _collect(items, vocab_size, near, high, ids_ptr, TILE: tl.constexpr, MAX_CAN
     Returns how many tokens these are and their weight, then the same of the tokens with keys up to `high`.
     """
     keys_ptr = items[6]
-    taken, count = high * 0, high * 0
-    mass, total = taken.to(tl.float64), taken.to(tl.float64)
+    taken = high * 0
+    # One sum per place in the tile: to add them up at each tile would make all threads wait for each other.
+    counts = tl.zeros([TILE], tl.int32)
+    masses, totals = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     for start in range(0, vocab_size, TILE):
         columns = start + tl.arange(0, TILE)
         keys = _keys_at(items, high * 0, columns)
-        weights = tl.where(keys <= high, _weight_of(keys), 0.0)
+        weights = tl.where(keys <= high, _weight_of(keys), 0.0).to(tl.float64)
         is_taken = ((keys <= near) & (columns < vocab_size)).to(tl.int32)
-        places = taken + tl.cumsum(is_taken, axis=0) - 1
-        has_room = (is_taken > 0) & (places < MAX_CANDIDATES)
-        tl.store(keys_ptr + places, keys, mask=has_room)
-        tl.store(ids_ptr + places, columns, mask=has_room)
-        taken += tl.sum(is_taken, axis=0)
-        count += tl.sum(((keys <= high) & (columns < vocab_size)).to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(is_taken > 0, weights, 0.0), axis=0).to(tl.float64)
-        total += tl.sum(weights, axis=0).to(tl.float64)
+        counts += ((keys <= high) & (columns < vocab_size)).to(tl.int32)
+        masses += tl.where(is_taken > 0, weights, 0.0)
+        totals += weights
+        taken_here = tl.sum(is_taken, axis=0)
+        if taken_here > 0:
+            places = taken + tl.cumsum(is_taken, axis=0) - 1
+            has_room = (is_taken > 0) & (places < MAX_CANDIDATES)
+            tl.store(keys_ptr + places, keys, mask=has_room)
+            tl.store(ids_ptr + places, columns, mask=has_room)
+        taken += taken_here
     tl.debug_barrier()  # what some threads wrote, others will read
-    return taken, mass, count, total
+    return taken, tl.sum(masses, axis=0), tl.sum(counts, axis=0), tl.sum(totals, axis=0)
 
 
 @triton.jit
 def _below(items, num_candidates, vocab_size, key, TILE: tl.constexpr):
     """How many tokens have smaller keys, how many this one, and the weight of the former."""
-    counts, masses = _measure(items, num_candidates, vocab_size, key - 1 + tl.arange(0, 2), tl.float64, TILE)
-    below = tl.min(counts, axis=0)
-    return below, tl.max(counts, axis=0) - below, tl.min(masses, axis=0)
+    below, ties = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    masses = tl.zeros([TILE], tl.float64)  # one sum per place in the tile, as in `_collect`
+    num_items = tl.where(num_candidates > 0, num_candidates, vocab_size)
+    for start in range(0, num_items, TILE):
+        keys = _keys_at(items, num_candidates, start + tl.arange(0, TILE))
+        below += (keys < key).to(tl.int32)
+        ties += (keys == key).to(tl.int32)
+        masses += tl.where(keys < key, _weight_of(keys), 0.0).to(tl.float64)
+    return tl.sum(below, axis=0), tl.sum(ties, axis=0), tl.sum(masses, axis=0)
 
 
 @triton.jit
 def _room(wanted, mass_below, key, ties):
     """How many of the tokens of this key reach the wanted mass together with those below: from 1 to `ties`."""
     weight = tl.maximum(_weight_of(key).to(tl.float64), 1e-300)
-    room = tl.minimum((wanted - mass_below) / weight, ties.to(tl.float64)).to(tl.int32)
+    room = tl.minimum(tl.maximum((wanted - mass_below) / weight, 0.0), ties.to(tl.float64)).to(tl.int32)
     room = tl.where(mass_below + room * weight < wanted, room + 1, room)
     return tl.minimum(tl.maximum(room, 1), ties)
 
@@ -475,19 +485,26 @@ def _invert(items, num_candidates, vocab_size, high, room, uniform, TILE: tl.con
     before_total = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)  # the next smaller number
     target = tl.minimum(uniform * total, before_total)  # never past the end
     num_items = tl.where(num_candidates > 0, num_candidates, vocab_size)
-    start, num_ties, last = high * 0, high * 0, high * 0
+    start, num_ties = high * 0, high * 0
+    last = tl.zeros([TILE], tl.int32)
     found = high * 0 + 0x7FFFFFFF
     cumulative = total * 0
     while (start < num_items) & (found == 0x7FFFFFFF):
         places = start + tl.arange(0, TILE)
         keys = _keys_at(items, num_candidates, places)
         is_tie = (keys == high).to(tl.int32)
-        is_kept = (keys < high) | ((is_tie > 0) & (num_ties + tl.cumsum(is_tie, axis=0) <= room))
-        weights = tl.where(is_kept, _weight_of(keys), 0.0).to(tl.float64)
-        is_past = (cumulative + tl.cumsum(weights, axis=0) > target) & (weights > 0)
-        found = tl.min(tl.where(is_past, places, 0x7FFFFFFF), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0, places, 0), axis=0))
-        cumulative += tl.sum(weights, axis=0)
         num_ties += tl.sum(is_tie, axis=0)
+        is_kept = keys <= high
+        if num_ties > room:  # of these only the first, in the order of ids
+            rank = num_ties - tl.sum(is_tie, axis=0) + tl.cumsum(is_tie, axis=0)
+            is_kept = (keys < high) | ((is_tie > 0) & (rank <= room))
+        weights = tl.where(is_kept, _weight_of(keys), 0.0).to(tl.float64)
+        last = tl.where(weights > 0, places, last)
+        mass = tl.sum(weights, axis=0)
+        if cumulative + mass > target:  # it is in this tile
+            is_past = (cumulative + tl.cumsum(weights, axis=0) > target) & (weights > 0)
+            found = tl.min(tl.where(is_past, places, 0x7FFFFFFF), axis=0)
+        cumulative += mass
         start += TILE
-    return tl.where(found == 0x7FFFFFFF, last, found)  # the sums of the tiles may have been rounded up
+    # None is found where the sums of the tiles have been rounded up.
+    return tl.where(found == 0x7FFFFFFF, tl.max(last, axis=0), found)
