@@ -161,8 +161,7 @@ def _rope_and_store_kernel(
     rotated, and the rest."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
-    is_query = heads < NUM_HEADS
-    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+    is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     is_head = heads < NUM_HEADS + 2 * NUM_KV_HEADS
     columns = tl.arange(0, HALF_PAD)
     is_half = is_head[:, None] & (columns < HALF)[None, :]
@@ -202,6 +201,7 @@ def _rope_and_store_kernel(
     cached = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
     offsets = cached[:, None] + columns[None, :]
     is_key = (is_query | is_value) == 0
+    tl.debug_barrier()  # queries are changed in place: where two threads hold the same value, both have read it
     _put(turned_first, sources, key_cache_ptr, value_cache_ptr, offsets, is_half, is_query, is_key, is_value)
     _put(
         turned_second,

@@ -11,8 +11,8 @@ several pivots at once; as soon as few enough tokens can be kept, they are colle
 Selection by pivots instead of sorting is the idea of FlashInfer's sampling kernels (arXiv 2501.01005); here it is exact
 and no token is rejected, as a row's one random number has to decide.
 
-Weights are float32, as are their sums over a tile while a key is searched for; the sum that the random number inverts
-is float64. A row's sums have one order, whatever shares its batch.
+Weights are float32, as are their sums over a tile while a key is searched for; all other sums are float64. A row's sums
+have one order, whatever shares its batch.
 """
 
 from __future__ import annotations
