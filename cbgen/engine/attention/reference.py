@@ -6,9 +6,12 @@ home of `ProbeBackend`, which needs no cache: it runs when a model is loaded, to
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cbgen.engine.attention.base import AttentionCall, AttentionMetadata
 from cbgen.engine.kv_cache import LayerSpec
@@ -131,7 +134,8 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, visib
     if call.softcap is None and call.sinks is None:
         # One query: the heads that share a KV head become its queries, so that each K and V is read once.
         packed = query.reshape(batch, key.shape[1], -1, head_dim) if num_queries == 1 else query
-        output = F.scaled_dot_product_attention(packed, key, value, visible, scale=call.scale, enable_gqa=True)
+        with _plain_kernels(query.device):
+            output = F.scaled_dot_product_attention(packed, key, value, visible, scale=call.scale, enable_gqa=True)
         return output.reshape(batch, num_heads, num_queries, -1)
     group = num_heads // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -144,3 +148,12 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, visib
         logits = torch.cat([logits, sinks], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : key.shape[2]]
     return (weights @ value.float()).to(query.dtype)
+
+
+def _plain_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """On CUDA without cuDNN, which torch prefers on Hopper: it has no plan for some shapes, and was wrong for others
+    (https://github.com/pytorch/pytorch/issues/169849)."""
+    if device.type != "cuda":
+        return nullcontext()
+    chosen: AbstractContextManager[None] = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return chosen
