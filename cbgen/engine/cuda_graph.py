@@ -23,6 +23,7 @@ import torch
 from cbgen.engine.containment import judge, root_cause
 from cbgen.engine.machine_probe import end_failed_capture
 from cbgen.engine.sequence import FinishReason
+from cbgen.errors import CbgenError
 
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]
@@ -167,11 +168,21 @@ class GraphCache:
         try:
             self._graphs[shape] = self._capture(lambda: self._run(shape))
         except Exception as error:
-            if judge(error).reason is FinishReason.OUT_OF_MEMORY:
+            if _is_short_of_memory(error):
                 self._is_full = True
             else:  # be it the recording or the step itself: that will be seen when it runs unrecorded
                 self.reason = str(error) if isinstance(error, CaptureError) else root_cause(error)
                 self._graphs.clear()
+
+
+def _is_short_of_memory(error: Exception) -> bool:
+    """Raises CbgenError where the device is broken; after a `CaptureError` it is well, whatever its text says."""
+    try:
+        return judge(error).reason is FinishReason.OUT_OF_MEMORY
+    except CbgenError:
+        if isinstance(error, CaptureError):
+            return False
+        raise
 
 
 def _cost(shape: StepShape) -> tuple[int, int]:

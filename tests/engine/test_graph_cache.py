@@ -10,6 +10,7 @@ from cbgen.engine import cuda_graph
 from cbgen.engine.cuda_graph import CaptureError, GraphCache, StepShape, padded, padded_rows, padded_tokens
 from cbgen.engine.preparation import prepare
 from cbgen.engine.rounds import graph_bytes
+from cbgen.errors import CbgenError
 from tests.engine.parity import load
 from tests.models import build_model
 
@@ -119,12 +120,13 @@ def test_what_is_found_always_covers_and_the_number_is_bounded(seed, monkeypatch
     assert len(cache) == len(device.recorded()) == 12
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_it_is_from_then_on():
-    device = Device(CaptureError("it waits for the host"), fails_at=1)
+@pytest.mark.parametrize("reason", ["it waits for the host", "RuntimeError: Triton Error [CUDA]: invalid argument"])
+def test_a_step_that_cannot_be_recorded_runs_as_it_is_from_then_on(reason):
+    device = Device(CaptureError(reason), fails_at=1)
     cache = device.cache()
     assert cache.find(StepShape(200))[1] is not None
     assert cache.find(StepShape(200, max_context_len=600)) == (StepShape(200, max_context_len=600), None)
-    assert cache.reason == "it waits for the host"
+    assert cache.reason == reason
     assert len(cache) == 0
 
 
@@ -137,6 +139,12 @@ def test_without_memory_for_another_those_that_are_there_go_on():
     assert cache.find(StepShape(100))[1] is not None
     assert cache.reason == ""
     assert sum(what == "blank" for what, _ in device.done) == 2
+
+
+def test_a_device_that_breaks_while_a_step_is_recorded_ends_the_run():
+    cache = Device(RuntimeError("CUDA error: an illegal memory access was encountered"), fails_at=0).cache()
+    with pytest.raises(CbgenError, match="illegal memory access"):
+        cache.find(StepShape(200))
 
 
 def test_a_step_that_fails_on_padding_is_not_recorded():
