@@ -43,6 +43,7 @@ from cbgen.engine.slot_state import STOP_WIDTH, SlotState, bits_of
 Int64Array = npt.NDArray[np.int64]
 
 _BLOCK_SIZE = 16
+_GRAPHS_SHARE = 20  # one byte in so many, at most, is kept for the graphs after the first
 _ROUNDS_IN_RING = 3  # one that runs, one that follows it, one that is being read
 
 
@@ -380,7 +381,8 @@ def graph_bytes(
         rounds.record(dataclasses.replace(shape, max_context_len=_BLOCK_SIZE))
         sizes.append(free_bytes())
     first, *further = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
-    return first + (MOST_GRAPHS - 1) * max(further)
+    # Recording stops when memory is short, so not every graph that may be wanted has to have a place.
+    return first + min((MOST_GRAPHS - 1) * max(further), sizes[0] // _GRAPHS_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,9 +161,15 @@ class Graph:
         """Do nothing."""
 
 
+def test_graphs_after_the_first_are_given_a_twentieth_at_most(tmp_path):
+    loaded = prepare(load(build_model("llama-ratio-3", tmp_path)), set(), print)
+    free = iter([1000, 900, 890, 870])
+    assert graph_bytes(loaded, lambda run: run, 100, 40, lambda: next(free)) == 100 + 50
+
+
 def test_memory_of_graphs_is_measured_on_three_of_them_and_free_again(tmp_path):
     loaded = prepare(load(build_model("llama-ratio-3", tmp_path)), set(), print)
-    free = iter([1000, 700, 695, 685])
+    free = iter([100_000, 99_700, 99_695, 99_685])
     graphs = []
 
     def capture(run):
