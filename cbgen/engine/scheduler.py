@@ -151,12 +151,14 @@ class Launched:
     Attributes:
         sequences: the S that sample in each step; slots: [S] int64, where they were.
         num_tokens: [S] int64, how many each gets if it does not stop before.
+        num_computed: [S] int64, positions of each whose KV is there after the first step.
         num_steps: how many steps.
     """
 
     sequences: list[Sequence]
     slots: Int64Array
     num_tokens: Int64Array
+    num_computed: Int64Array
     num_steps: int
 
 
@@ -444,16 +446,19 @@ class Scheduler:
         sequences = [output.sequences[position] for position in np.flatnonzero(samples)]
         num_tokens = np.minimum(table.max_total_tokens[sampling] - table.num_tokens[sampling], num_steps)
         table.num_computed_tokens[slots] += output.num_scheduled_tokens
-        for slot in slots[blocks.num_unstored[slots] > 0].tolist():
-            blocks.note_computed(slot, int(table.num_computed_tokens[slot]))
+        num_computed = table.num_computed_tokens[sampling]
+        is_full = table.num_tokens[sampling] + num_tokens == table.max_total_tokens[sampling]
+        # Others may begin with the prompt of one that stays once its first token tells that nothing is wrong with it.
+        for slot in [*slots[~samples].tolist(), *sampling[is_full].tolist()]:
+            if blocks.num_unstored[slot]:
+                blocks.note_computed(slot, int(table.num_computed_tokens[slot]))
         table.num_tokens[sampling] += num_tokens
         table.num_pending_tokens[sampling] += num_tokens
         table.num_computed_tokens[sampling] = table.num_tokens[sampling] - 1
-        is_full = table.num_tokens[sampling] == table.max_total_tokens[sampling]
         self._leaving += [self._release(slot) for slot in sampling[is_full].tolist()]
         if is_full.any():
             self._running = self._running[table.num_tokens[self._running] > 0]
-        return Launched(sequences, sampling, num_tokens, num_steps)
+        return Launched(sequences, sampling, num_tokens, num_computed, num_steps)
 
     def resolve(self, launched: Launched, token_ids: Int64Array) -> tuple[list[Sequence], int]:
         """Fill in what launched steps have sampled.
@@ -466,11 +471,15 @@ class Scheduler:
             The sequences that this finished, and how many of the tokens were added to any.
         """
         table, slots, sequences = self.table, launched.slots, launched.sequences
-        is_here = np.array([table.sequences[slot] is s for slot, s in zip(slots.tolist(), sequences, strict=True)])
+        here = [table.sequences[slot] is sequence for slot, sequence in zip(slots.tolist(), sequences, strict=True)]
+        is_here = np.array(here, dtype=np.bool_)
+        is_sound = is_here & (token_ids[0] >= 0)
+        for position in np.flatnonzero(is_sound & (self.block_manager.num_unstored[slots] > 0)).tolist():
+            self.block_manager.note_computed(int(slots[position]), int(launched.num_computed[position]))
         finished: list[Sequence] = []
         num_added = 0
         for step, row in enumerate(token_ids):
-            positions = np.flatnonzero(is_here & (step < launched.num_tokens)) if len(slots) else slots
+            positions = np.flatnonzero(is_here & (step < launched.num_tokens))
             num_added += len(positions)
             for position, reason in table.append(slots[positions], row[positions]).items():
                 is_here[positions[position]] = False

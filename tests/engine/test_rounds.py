@@ -220,6 +220,31 @@ def test_a_row_of_nan_ends_alone_and_its_blocks_are_not_found_again(loaded):
             weight[VOCAB_SIZE - 1] = before
 
 
+@pytest.mark.parametrize("disabled", [without(), without("mixed")], ids=["mixed", "apart"])
+def test_nobody_begins_with_the_prompt_of_a_row_that_turns_out_to_be_bad(plain, disabled):
+    """A NaN further on spoils the whole chunk: attention gives it the weight 0, and 0 x NaN is NaN."""
+    weight = plain.model.get_input_embeddings().weight
+    before = weight[VOCAB_SIZE - 1].clone()
+    shared = np.arange(3, 35, dtype=np.int32)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    rows = [(np.append(shared, np.arange(index, index + 5)).astype(np.int32), params, False) for index in range(5, 13)]
+    poisoned = [(np.append(shared, [VOCAB_SIZE - 1, 5]).astype(np.int32), params, False), *rows]
+    with torch.no_grad():
+        weight[VOCAB_SIZE - 1] = float("nan")
+    try:
+        expected = tokens(run(Engine(plain, EngineConfig(max_num_seqs=4)), rows))  # some choose that token themselves
+        assert sum(reason == "length" for _, reason in expected.values()) > 4
+        for decode_steps in (2, 8):
+            engine = Engine(plain, EngineConfig(max_num_seqs=4, decode_steps=decode_steps, disabled=disabled))
+            answers = tokens(run(engine, poisoned))
+            assert answers.pop((0, 0)) == ([], "nan_logits")
+            assert {(index - 1, sample): answer for (index, sample), answer in answers.items()} == expected
+            assert engine.stats.num_cached_tokens > 0
+    finally:
+        with torch.no_grad():
+            weight[VOCAB_SIZE - 1] = before
+
+
 def test_blocks_that_hold_nan_reach_no_row(loaded):
     rows = make_rows(8, 16)
     expected = tokens(run(Engine(loaded, EngineConfig(max_num_seqs=4)), rows))
