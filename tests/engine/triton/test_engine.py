@@ -20,13 +20,13 @@ def make_rows():
     rng = np.random.default_rng(0)
     shared = rng.integers(3, VOCAB_SIZE, 16)
     settings = [
-        {"max_tokens": 6},
-        {"max_tokens": 5, "temperature": 1.0, "top_k": 5},
-        {"max_tokens": 6, "temperature": 0.8, "top_p": 0.7, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"max_tokens": 4},
+        {"max_tokens": 4, "temperature": 1.0, "top_k": 5},
+        {"max_tokens": 5, "temperature": 0.8, "top_p": 0.7, "min_p": 0.05, "repetition_penalty": 1.3},
         {"max_tokens": 4, "min_tokens": 3, "stop_token_ids": tuple(range(3, VOCAB_SIZE, 9))},
     ]
     rows = []
-    for index, length in enumerate((1, 19, 7, 12, 5, 3)):
+    for index, length in enumerate((1, 11, 7, 12, 5)):
         prompt = np.concatenate([shared[: 16 * (index % 3 == 1)], rng.integers(3, VOCAB_SIZE, length)])
         rows.append((prompt.astype(np.int32), SamplingParams(**settings[index % 4]), False))
     return rows
