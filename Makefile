@@ -34,8 +34,16 @@ run: setup ## run the example prompts on the demo model and show the rows
 	$(BIN)/cbgen run examples/prompts.jsonl -o build/answers.jsonl --max-tokens 100 $(ARGS)
 	@$(BIN)/python examples/show.py build/answers.jsonl
 
+# Kernels are tested on the second core, for they take as long as all the rest; what they say is shown at the end.
+KERNEL_TESTS := tests/engine/triton tests/test_gpu_check.py
 test: .venv/.triton ## all tests; no network, no GPU
+ifeq ($(ARGS),)
+	@mkdir -p build; $(BIN)/python -m pytest -q $(KERNEL_TESTS) > build/kernel-tests.txt 2>&1 & kernels=$$!; \
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(KERNEL_TESTS)); rest=$$?; \
+	wait $$kernels; result=$$?; cat build/kernel-tests.txt; exit $$((rest > result ? rest : result))
+else
 	$(BIN)/python -m pytest -q $(ARGS)
+endif
 
 lint: setup ## formatting, style and the import rule
 	$(BIN)/ruff format --check .
