@@ -39,6 +39,7 @@ KERNEL_TESTS := tests/engine/triton tests/test_gpu_check.py
 test: .venv/.triton ## all tests; no network, no GPU
 ifeq ($(ARGS),)
 	@mkdir -p build; $(BIN)/python -m pytest -q $(KERNEL_TESTS) > build/kernel-tests.txt 2>&1 & kernels=$$!; \
+	trap "kill $$kernels" INT TERM; \
 	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(KERNEL_TESTS)); rest=$$?; \
 	wait $$kernels; result=$$?; cat build/kernel-tests.txt; exit $$((rest > result ? rest : result))
 else
