@@ -6,11 +6,6 @@ A round is one step with prompts in it, or several decode steps back to back. Wh
 (`SlotState`); the host sends which slots take part, the tokens of prompts, sequences that are new in their slot, and
 block tables that have grown. Sampled tokens go to a ring on the device, which is copied to memory of the host while the
 device goes on. Nothing here waits for the device but `collect`.
-
-A packed row of a round, of a shape that may be padded:
-
-    | decode | decode | trash | prompt A ...... | prompt B ... | trash ... |
-      one token each of num_decodes slots         num_prefill_tokens of num_prefills sequences
 """
 
 from __future__ import annotations
@@ -32,13 +27,13 @@ from cbgen.engine.attention.base import AttentionContext, AttentionMetadata
 from cbgen.engine.block_manager import BlockManager
 from cbgen.engine.cuda_graph import MOST_GRAPHS, Capture, GraphCache, StepShape, padded
 from cbgen.engine.loader import LoadedModel, forward
-from cbgen.engine.model_input import TokenArrays, token_arrays
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.operators.backend import PagedBackend
 from cbgen.engine.sampling_input import random_states
 from cbgen.engine.scheduler import SchedulerOutput
 from cbgen.engine.sequence import Sequence, SequenceTable
 from cbgen.engine.slot_state import STOP_WIDTH, SlotState, bits_of
+from cbgen.engine.step_fields import StepFields, StepParts, blank_fields
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -62,49 +57,6 @@ class Flight:
     first_row: int
     columns: Int64Array
     landed: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """What a step of some shape is told by the host, as views of one int64 buffer.
-
-    Attributes:
-        cursor: [1] row of the ring.
-        slots: [num_decodes].
-        prefill_slots: [num_prefills], the trash slot for padding.
-        sampled_slots: [num_prefills], the same where a prompt ends in this step, else the trash slot.
-        logits_indices: [num_prefills] the last token of each in the packed row.
-        query_ends, context_lens: [num_prefills] where its tokens end, counted from the first token of any prompt; and
-            its positions so far.
-        input_ids, positions, slot_mapping: [num_prefill_tokens].
-    """
-
-    cursor: Any
-    slots: Any
-    prefill_slots: Any
-    sampled_slots: Any
-    logits_indices: Any
-    query_ends: Any
-    context_lens: Any
-    input_ids: Any
-    positions: Any
-    slot_mapping: Any
-
-    @classmethod
-    def of(cls, buffer: Any, shape: StepShape) -> _Fields:
-        """Views of a tensor or an array that is at least `_Fields.size` long."""
-        sizes = cls._sizes(shape)
-        starts = np.cumsum([0, *sizes]).tolist()
-        return cls(*(buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)))
-
-    @classmethod
-    def size(cls, shape: StepShape) -> int:
-        """Integers in all."""
-        return sum(cls._sizes(shape))
-
-    @staticmethod
-    def _sizes(shape: StepShape) -> list[int]:
-        return [1, shape.num_decodes, *[shape.num_prefills] * 5, *[shape.num_prefill_tokens] * 3]
 
 
 class RoundRunner:
@@ -153,7 +105,7 @@ class RoundRunner:
             )
         self.forbids_sync = False
         largest = padded(StepShape(num_slots, num_slots, max_num_tokens, 1), max_context)
-        self._ints = torch.zeros(_Fields.size(largest), dtype=torch.int64, device=self._device)
+        self._ints = torch.zeros(StepFields.size(largest), dtype=torch.int64, device=self._device)
         self._arange = torch.arange(largest.num_decodes + 1, dtype=torch.int64, device=self._device)
         rows = _ROUNDS_IN_RING * max_steps
         self._ring = torch.zeros(rows, largest.num_rows, dtype=torch.int64, device=self._device)
@@ -182,7 +134,7 @@ class RoundRunner:
             output: of the scheduler: with prompts in it for one step, else for `num_steps`.
             num_steps: at most `max_steps`.
         """
-        parts = _Parts.of(output, self._blocks)
+        parts = StepParts.of(output, self._blocks)
         with self._on_stream():
             shape, replay = parts.shape(num_steps, self._max_context), None
             if self.graphs is not None:
@@ -257,7 +209,7 @@ class RoundRunner:
 
     def _send_blank(self, shape: StepShape) -> None:
         self._prompt_lens = [], []
-        self._send_fields(_blank(shape, self.state.trash_slot, self._trash_position))
+        self._send_fields(blank_fields(shape, self.state.trash_slot, self._trash_position))
 
     def _send_fields(self, fields: Int64Array) -> None:
         self._ints[: len(fields)].copy_(self._pinned(fields), non_blocking=True)
@@ -323,7 +275,7 @@ class RoundRunner:
         """One step on what the static buffers hold: from the slots' state to the slots' state. Captured in graphs."""
         state, loaded, operators = self.state, self._runner.loaded, self._runner.operators
         block_size, num_decodes = self._blocks.block_size, shape.num_decodes
-        fields = _Fields.of(self._ints, shape)
+        fields = StepFields.of(self._ints, shape)
         num_columns = -(-shape.max_context_len // block_size)
         step = operators.gather_step(state, fields.slots, num_columns, block_size)
         input_ids, positions, slot_mapping = step.input_ids, step.positions, step.slot_mapping
@@ -383,74 +335,6 @@ def graph_bytes(
     first, *further = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
     # Recording stops when memory is short, so not every graph that may be wanted has to have a place.
     return first + min((MOST_GRAPHS - 1) * max(further), sizes[0] // _GRAPHS_SHARE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A step cut into its decodes and its prompts.
-
-    Attributes:
-        decodes: [num_decodes] slots.
-        prefills: [num_prefills] slots; tokens: theirs.
-        samples: [num_prefills] bool, whether the prompt ends here.
-        max_decode_len: most positions that one of the decodes holds after the first step.
-    """
-
-    decodes: Int64Array
-    prefills: Int64Array
-    tokens: TokenArrays
-    samples: npt.NDArray[np.bool_]
-    max_decode_len: int
-
-    @classmethod
-    def of(cls, output: SchedulerOutput, block_manager: BlockManager) -> _Parts:
-        table, num_decodes = output.table, output.num_decodes
-        decodes, prefills = output.slots[:num_decodes], output.slots[num_decodes:]
-        return cls(
-            decodes=decodes,
-            prefills=prefills,
-            tokens=token_arrays(table, prefills, output.num_scheduled_tokens[num_decodes:], block_manager),
-            samples=output.samples[num_decodes:],
-            max_decode_len=int(table.num_tokens[decodes].max(initial=1)),
-        )
-
-    def shape(self, num_steps: int, max_context_len: int) -> StepShape:
-        """As it is, without padding. A sequence that reaches the greatest length amid the steps grows no further."""
-        longest = max(self.max_decode_len + num_steps - 1, int(self.tokens.context_lens.max(initial=1)))
-        longest = min(longest, max_context_len)
-        return StepShape(len(self.decodes), len(self.prefills), len(self.tokens.input_ids), longest)
-
-    def columns(self, shape: StepShape) -> Int64Array:
-        """[S] of the ring, for each that samples."""
-        return np.concatenate([np.arange(len(self.decodes)), shape.num_decodes + np.flatnonzero(self.samples)])
-
-    def fields(self, shape: StepShape, trash_slot: int, first_row: int, trash_position: int) -> Int64Array:
-        """The buffer of a step of a shape that covers this one."""
-        buffer = _blank(shape, trash_slot, trash_position)
-        fields, tokens, num_prefills = _Fields.of(buffer, shape), self.tokens, len(self.prefills)
-        fields.cursor[0] = first_row
-        fields.slots[: len(self.decodes)] = self.decodes
-        ends = tokens.cu_seqlens_q[1:]
-        fields.prefill_slots[:num_prefills] = self.prefills
-        fields.sampled_slots[:num_prefills] = np.where(self.samples, self.prefills, trash_slot)
-        fields.logits_indices[:num_prefills] = shape.num_decodes + ends - 1
-        fields.query_ends[:] = ends[-1] if num_prefills else 0
-        fields.query_ends[:num_prefills] = ends
-        fields.context_lens[:num_prefills] = tokens.context_lens
-        for name in ("input_ids", "positions", "slot_mapping"):
-            values = getattr(tokens, name)
-            getattr(fields, name)[: len(values)] = values
-        return buffer
-
-
-def _blank(shape: StepShape, trash_slot: int, trash_position: int) -> Int64Array:
-    """The buffer of a step of nothing but padding."""
-    buffer = np.zeros(_Fields.size(shape), dtype=np.int64)
-    fields = _Fields.of(buffer, shape)
-    for slots in (fields.slots, fields.prefill_slots, fields.sampled_slots):
-        slots[:] = trash_slot
-    fields.slot_mapping[:] = trash_position
-    return buffer
 
 
 def _nothing() -> None:
